@@ -1,0 +1,94 @@
+/* moe/context.h - devices, contexts and queues: where work runs and in which order. */
+#ifndef MOE_CONTEXT_H
+#define MOE_CONTEXT_H
+
+#include <moe/tensor.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct moe_context moe_context; /* one device of one backend; may be shared by threads */
+typedef struct moe_queue moe_queue;     /* an order of work; belongs to one thread at a time */
+
+typedef struct moe_context_desc {
+  uint64_t size;
+  /* "cuda", "cuda:1", "opencl", "opencl:gpu", "opencl:cpu", "opencl:PLATFORM:DEVICE" (numbers);
+     NULL: CUDA, else an OpenCL GPU, else an OpenCL CPU. */
+  const char *device;
+  /* Device memory that the library itself needs (a few hundred bytes for a queue; the tape's arena);
+     NULL: the runtime's own.  alloc returns a handle (device pointer or cl_mem), or NULL for "none left". */
+  void *(*alloc)(void *user, uint64_t bytes);
+  void (*release)(void *user, void *handle);
+  /* One line, without a newline.  level: 0 note, 1 warning.  NULL: silent. */
+  void (*log)(void *user, int64_t level, const char *line);
+  void *user;
+} moe_context_desc;
+MOE_INIT(moe_context_desc)
+
+/* Opens a device.  MOE_ERR_NO_DEVICE with the reason (no driver, no ICD, ordinal too large),
+   MOE_ERR_INVALID for a malformed name. */
+MOE_API MOE_CHECKED moe_status moe_context_create(moe_context **out, const moe_context_desc *desc);
+/* Drops the caller's hold; queues, layers and tapes keep their context alive until they are freed. */
+MOE_API void moe_context_free(moe_context *ctx);
+
+typedef enum moe_device_kind { MOE_DEVICE_GPU = 1, MOE_DEVICE_CPU = 2, MOE_DEVICE_OTHER = 3 } moe_device_kind;
+
+typedef struct moe_device_info {
+  uint64_t size;
+  char backend[16];  /* "cuda", "opencl" */
+  char id[32];       /* what moe_context_desc.device takes: "opencl:0:0" */
+  char name[128];    /* the device's own name */
+  char driver[128];  /* driver or platform version */
+  int64_t kind;      /* moe_device_kind */
+  int64_t memory;    /* bytes */
+  int64_t max_alloc; /* bytes of the largest single allocation */
+  int64_t local_memory;
+  int64_t compute_units;
+  int64_t fp64;   /* 1: MOE_F64 works */
+  int64_t tensor; /* 1: matrix-unit kernels are there */
+  int64_t arch;   /* CUDA: 10 * major + minor (90 for Hopper); 0 elsewhere */
+} moe_device_info;
+MOE_INIT(moe_device_info)
+
+MOE_API MOE_CHECKED moe_status moe_context_info(const moe_context *ctx, moe_device_info *out);
+/* Device `index` over all backends in order of preference; MOE_ERR_INVALID past the last.  Opens nothing. */
+MOE_API MOE_CHECKED moe_status moe_device_list(moe_device_info *out, int64_t index);
+/* Why a backend ("cuda", "opencl") has no device, or "" where it has one; never NULL.  The text names
+   what to install.  Valid until the next call on the thread. */
+MOE_API const char *moe_backend_reason(const char *backend);
+
+MOE_API MOE_CHECKED moe_status moe_queue_create(moe_queue **out, moe_context *ctx);
+/* NULL is fine.  Waits for nothing: the caller waits first, or the runtime keeps what it needs. */
+MOE_API void moe_queue_free(moe_queue *queue);
+/* Blocks until all work enqueued so far is done.  Reports asynchronous faults of earlier work
+   (MOE_ERR_BACKEND, with the op's name where it is known) and then the health word (MOE_ERR_DATA; the
+   text says what was met).  The health word is cleared by this call. */
+MOE_API MOE_CHECKED moe_status moe_queue_wait(moe_queue *queue);
+
+/* Bits of the health word: data problems that kernels met.  Never undefined behaviour: the rows
+   concerned are NaN, all others are right. */
+typedef enum moe_health {
+  MOE_HEALTH_ROUTE = 1,   /* a token's routing weights were not finite: it left the plan */
+  MOE_HEALTH_ID = 2,      /* a given id (expert, embedding row, class) was out of range */
+  MOE_HEALTH_OVERFLOW = 4 /* an optimizer step was skipped: gradients were not finite */
+} moe_health;
+/* Waits, returns the bits and clears them. */
+MOE_API MOE_CHECKED moe_status moe_health_read(moe_queue *queue, uint64_t *bits);
+
+/* Device memory for callers that have no allocator of their own. */
+MOE_API MOE_CHECKED moe_status moe_span_alloc(moe_span *out, moe_context *ctx, uint64_t bytes);
+/* Zeroes *span.  {0} and NULL are fine. */
+MOE_API void moe_span_free(moe_context *ctx, moe_span *span);
+/* Copies.  moe_span_write has read `from` when it returns; moe_span_read blocks until `to` is filled. */
+MOE_API MOE_CHECKED moe_status moe_span_write(moe_queue *queue, moe_span to, const void *from, uint64_t bytes);
+MOE_API MOE_CHECKED moe_status moe_span_read(moe_queue *queue, void *to, moe_span from, uint64_t bytes);
+/* Enqueued. */
+MOE_API MOE_CHECKED moe_status moe_span_copy(moe_queue *queue, moe_span to, moe_span from, uint64_t bytes);
+/* Sets every byte; enqueued. */
+MOE_API MOE_CHECKED moe_status moe_span_fill(moe_queue *queue, moe_span to, uint8_t byte);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

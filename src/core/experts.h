@@ -1,0 +1,18 @@
+/* experts.h - what the layer knows of the branch beyond its public face. */
+#ifndef MOE_CORE_EXPERTS_H
+#define MOE_CORE_EXPERTS_H
+
+#include "core/router.h"
+
+/* Forward with y = add + routed sum (add [T,D], or none; may be y). */
+moe_status moe__experts_forward(moe_experts *e, moe_queue *q, const moe_experts_io *io, int64_t wanted,
+                                moe_state *state, const moe_tensor *add, const char *fn);
+/* Backward with dx = add + routed sum. */
+moe_status moe__experts_backward(moe_experts *e, moe_queue *q, const moe_state *state, const moe_experts_io *io,
+                                 const moe_experts_grads *grads, int64_t wanted, const moe_tensor *add, const char *fn);
+/* Gradients this branch has. */
+int64_t moe__experts_all(const moe_experts *e);
+/* Appends the explain lines for T tokens. */
+moe_status moe__experts_explain(const moe_experts *e, struct moe__walk *w, int64_t T);
+
+#endif

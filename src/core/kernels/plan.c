@@ -1,0 +1,43 @@
+/* plan.c - launches the kernels of plan.cl. */
+#include "core/kernels/kernels.h"
+
+/* Runs of neighbouring slots that are counted apart: 256 slots or more each, and a table [E, chunks] of at most
+   2^20 counts (one run where E alone is more). */
+enum { LENGTH = 256, MOST_CHUNKS = 4096, CELLS = 1 << 20 };
+static int64_t chunks_of(int64_t R, int64_t E)
+{
+  int64_t chunks = moe__ceil_div(R, LENGTH);
+  if (chunks > MOST_CHUNKS) chunks = MOST_CHUNKS;
+  if (chunks > CELLS / E) chunks = CELLS / E;
+  return chunks > 1 ? chunks : 1;
+}
+
+int64_t moe__plan_scratch(int64_t R, int64_t E)
+{
+  return E * chunks_of(R, E);
+}
+
+static moe_status run_plan(moe_queue *q, const struct moe__args_plan *args)
+{
+  static const struct moe__kernel CHECK = { "plan", "plan_check" }, RANKS = { "plan", "plan_ranks" },
+                                  SCAN = { "plan", "plan_scan" }, OFFSETS = { "plan", "plan_offsets" },
+                                  ROWS = { "plan", "plan_rows" };
+  const int64_t dtype = moe__real(args->dtype), E = args->E, R = args->T * args->K;
+  const int64_t chunks = chunks_of(R, E), length = moe__ceil_div(R, chunks);
+  const int local = q->ctx->info->reduce_local, map = moe__map_local(q);
+  const int tile = local < 128 ? local : 128; /* costs its square in compares */
+  int lanes = 1;
+  while (lanes < local && lanes * 8 < chunks) lanes *= 2;
+
+  MOE__TRY(LAUNCH(q, &CHECK, dtype, moe__map_groups(q, args->T > E * chunks ? args->T : E * chunks), 1, 1, map,
+                  T_(args->slot2row), T_(args->scratch), T_(args->ids), T_(args->weights), T_(args->health),
+                  L_(args->T), I_(args->K), I_(E), L_(E * chunks)));
+  MOE__TRY(LAUNCH(q, &RANKS, dtype, R ? chunks : 0, 1, 1, tile, T_(args->slot2row), T_(args->scratch), L_(R),
+                  L_(length), L_(chunks)));
+  MOE__TRY(LAUNCH(q, &SCAN, dtype, moe__row_groups(q, E, lanes), 1, 1, local, T_(args->scratch), T_(args->offs), I_(E),
+                  I_(chunks), I_(lanes)));
+  MOE__TRY(LAUNCH(q, &OFFSETS, dtype, 1, 1, 1, local, T_(args->offs), I_(E)));
+  return LAUNCH(q, &ROWS, dtype, moe__map_groups(q, R), 1, 1, map, T_(args->row2slot), T_(args->slot2row),
+                T_(args->offs), T_(args->scratch), T_(args->ids), L_(R), I_(E), L_(length), L_(chunks));
+}
+MOE__PORTABLE_IMPL(plan, "plan")

@@ -1,0 +1,614 @@
+/* route.cl - the router behind its logits: selection, routing weights and their gradient, balance and z losses,
+   the correction-bias step, load statistics.
+
+   T tokens, E experts, K slots of a token; logits l [T,E] of any float type and strides, all arithmetic in REAL.
+   A row of logits is shared by `lanes` items (common.clh), so a group serves LSIZE/lanes tokens and reads them
+   coalesced; a device whose groups are small gets one item a token and no reductions.  Rows past T work on row T-1
+   again and write nothing: every item meets every barrier.  No barrier stands under an `if`, not even a uniform one:
+   a reduction that a call does not need runs on zeros. */
+#ifndef MOE_CUDA
+#pragma OPENCL FP_CONTRACT OFF
+#endif
+
+/* enum moe__scoring of args.h; softmax over the chosen slots comes as SOFTMAX with SHIFTED */
+#define SOFTMAX 1
+#define SIGMOID 2
+#define SQRT_SOFTPLUS 4
+/* what a score is divided by: nothing (a softmax: its sum over E); the slots' sum, shifted; that plus epsilon */
+#define PLAIN 0
+#define SHIFTED 1
+#define EPSILON 2
+/* what selection ranks by: the logit; softmax + bias; sigmoid + bias */
+#define BY_LOGIT 0
+#define BY_SOFTMAX 1
+#define BY_SIGMOID 2
+
+#define HEALTH_ID 2
+
+/* ---- scores ------------------------------------------------------------------------------------------------
+   Every score is exp(a) * g with g between 2^-1 and about sqrt(l):
+     softmax         a = l             g = 1               (before its division by the sum)
+     sigmoid         a = min(l,0)      g = 1/(1+exp(-|l|))
+     sqrt softplus   a = min(l,0)/2    g = sqrt(log(1+exp(l)) / exp(min(l,0)))
+   Only differences of a enter a normalized score, so exp(a - shift) with shift = max a neither overflows nor
+   vanishes, wherever the logits are.  NaN stays NaN: through a, or through g. */
+FN REAL exponent(int score, REAL l)
+{
+  if (score == SOFTMAX) return l;
+  const REAL a = MIN2(l, R(0.0));
+  return score == SIGMOID ? a : R(0.5) * a;
+}
+/* log(1+exp(l)) / exp(min(l,0)) */
+FN REAL softplus_factor(REAL l)
+{
+  const REAL x = exp(-fabs(l));
+  if (!(l < R(0.0))) return l + log1p(x);
+  return x > R(1e-30) ? log1p(x) / x : R(1.0);
+}
+/* sigmoid(l) / exp(min(l,0)) = 1 / (1+exp(-|l|)) is 1 over this */
+FN REAL sigmoid_divisor(REAL l)
+{
+  return R(1.0) + exp(-fabs(l));
+}
+FN REAL scored(int score, REAL l, REAL shift)
+{
+  const REAL e = exp(exponent(score, l) - shift);
+  if (score == SOFTMAX) return e;
+  if (score == SIGMOID) return e / sigmoid_divisor(l);
+  return e * sqrt(softplus_factor(l));
+}
+FN REAL sigmoid(REAL l)
+{
+  return scored(SIGMOID, l, R(0.0));
+}
+/* d log(score) / dl of the pointwise part (a softmax's sum over E comes on top of it) */
+FN REAL log_slope(int score, REAL l)
+{
+  if (score == SOFTMAX) return R(1.0);
+  if (score == SIGMOID) return sigmoid(-l);
+  return R(0.5) / (sigmoid_divisor(l) * softplus_factor(l));
+}
+/* p/sum, 1 where they are equal: OpenCL lets x/x differ from 1, and top-1 renormalized must not. */
+FN REAL share_of(REAL p, REAL sum)
+{
+  return p == sum ? R(1.0) : p / sum;
+}
+
+/* ---- selection ---------------------------------------------------------------------------------------------
+   Scores are ranked as integers that have the order of the reals: -inf < ... < +inf, -0 = 0, NaN below all. */
+#ifdef MOE_ST_F64
+typedef long key;
+#define KEY_MOST 0x7fffffffffffffffL
+#define KEY_BITS(v) as_long(v)
+#define KEY_REAL(k) as_double(k)
+#define ROOM 2176
+#else
+typedef int key;
+#define KEY_MOST 0x7fffffff
+#define KEY_BITS(v) as_int(v)
+#define KEY_REAL(k) as_float(k)
+#define ROOM 4352
+#endif
+#define KEY_NAN (-KEY_MOST)
+#define KEY_NEVER (-KEY_MOST - 1) /* not a candidate */
+#define GROUPS_MOST 1024
+
+FN key key_of(REAL v)
+{
+  const key bits = KEY_BITS(v);
+  if (IS_NAN(v)) return KEY_NAN;
+  return bits < 0 ? -(bits & KEY_MOST) : bits;
+}
+FN REAL real_of(key k)
+{
+  if (k == KEY_NAN) return REAL_NAN;
+  return k < 0 ? -KEY_REAL(-k) : KEY_REAL(k);
+}
+/* Does (a, i) stand before (b, j): higher key, then lower id? */
+FN int before(key a, int i, key b, int j)
+{
+  return a > b || (a == b && i < j);
+}
+FN key expert_key(const GLOBAL uchar *logits, long at, int dt, const GLOBAL REAL *bias, int e, int rule, REAL top,
+                  REAL sum)
+{
+  REAL v = ldx(logits, at, dt);
+  if (rule == BY_SOFTMAX) v = exp(v - top) / sum;
+  else if (rule == BY_SIGMOID) v = sigmoid(v);
+  return key_of(bias ? v + bias[e] : v);
+}
+
+/* (chosen, chosen_id) := the best of (KEY(j), j), j in [0, n), strictly after what it was.  Lanes take every
+   lanes-th j (SCAN), then a tree (AGREE).  Passes of this need no marks on what was chosen, so nothing has to be kept
+   per expert, and K is free.  (A sorted list per lane, the obvious version, is K registers or a spill.) */
+#define SCAN(n, KEY)                                                                                                   \
+  for (int j = lane; j < (n); j += lanes) {                                                                            \
+    const key c_ = KEY(j);                                                                                             \
+    if (c_ > mine && before(chosen, chosen_id, c_, j)) mine = c_, mine_id = j;                                         \
+  }
+#define AGREE()                                                                                                        \
+  do {                                                                                                                 \
+    GROUP_BARRIER();                                                                                                         \
+    best[LID] = mine;                                                                                                  \
+    best_id[LID] = mine_id;                                                                                            \
+    for (int h_ = lanes >> 1; h_ > 0; h_ >>= 1) {                                                                      \
+      GROUP_BARRIER();                                                                                                       \
+      if (lane < h_ && before(best[LID + h_], best_id[LID + h_], best[LID], best_id[LID])) {                           \
+        best[LID] = best[LID + h_];                                                                                    \
+        best_id[LID] = best_id[LID + h_];                                                                              \
+      }                                                                                                                \
+    }                                                                                                                  \
+    GROUP_BARRIER();                                                                                                         \
+    chosen = best[LID - lane];                                                                                         \
+    chosen_id = best_id[LID - lane];                                                                                   \
+  } while (0)
+/* key of expert e from its logit; the row's kept keys; those of the groups */
+#define FRESH_KEY(e) expert_key(logits, row + (e) * s1, dt, bias, e, rule, top, sum)
+#define OPEN_KEY(e) (GROUP_CLOSED(e) ? KEY_NEVER : FRESH_KEY(e))
+#define KEPT_KEY(e) kept[kept_at + (e)]
+#define GROUP_KEY(g) group_keys[group_at + (g)]
+#define GROUP_CLOSED(e) (groups && before(last_group, last_group_id, GROUP_KEY((e) / size), (e) / size))
+
+/* ids[t,:] = the K best experts of token t, best first.
+     key(e) = l[e], or softmax(l)[e] + bias[e], or sigmoid(l[e]) + bias[e]   (`rule`)
+   `groups` > 0: a group of E/groups neighbours scores by its best key or by the sum of its two best; experts
+   outside the `keep` best groups are no candidates.
+   A group of items takes LSIZE/lanes tokens.  Keys are computed once, from one coalesced reading of the logits,
+   and kept in local memory (E + lanes apart, so that rows lie in different banks) where `cached`; past ROOM (over
+   4000 experts) each pass reads the logits again, from cache.  Then K passes of NEXT_BEST.  NaN logits are left
+   out of a softmax's maximum and sum: they rank last, and the others keep their order.  Bytes: l once, ids once.
+   Comparisons (E*K a token) bound it from about K = 8 on. */
+KERNEL(route_select)(TENSOR(int, ids), TENSOR(const uchar, logits), int dt, long s0, long s1, TENSOR(const REAL, bias),
+                     long T, int E, int K, int lanes, int cached, int rule, int groups, int keep, int top_two)
+{
+  LOCAL_ARRAY(key, kept, ROOM);
+  LOCAL_ARRAY(key, group_keys, GROUPS_MOST);
+  LOCAL_ARRAY(key, best, 256);
+  LOCAL_ARRAY(int, best_id, 256);
+  LOCAL_ARRAY(REAL, buf, 256);
+  AT(ids);
+  AT_OPT(bias);
+  const int lane = LANE(lanes), kept_at = LID / lanes * (E + lanes), group_at = LID / lanes * groups;
+  const long t = ROW(lanes), row = logits_at + MIN2(t, T - 1) * s0;
+  REAL top = -REAL_INF, sum = R(0.0);
+  const int summed = rule == BY_SOFTMAX ? E : 0;
+  for (int e = lane; e < summed; e += lanes) {
+    const REAL l = ldx(logits, row + e * s1, dt);
+    if (l > top) top = l;
+  }
+  ROW_MAX(top, top, buf, lanes);
+  for (int e = lane; e < summed; e += lanes) {
+    const REAL l = ldx(logits, row + e * s1, dt);
+    if (!IS_NAN(l)) sum += exp(l - top);
+  }
+  ROW_SUM(sum, sum, buf, lanes);
+  if (cached)
+    for (int e = lane; e < E; e += lanes) KEPT_KEY(e) = FRESH_KEY(e);
+  GROUP_BARRIER();
+
+  const int size = groups ? E / groups : E;
+  key chosen = KEY_MOST;
+  int chosen_id = -1;
+  for (int g = lane; g < groups; g += lanes) {
+    key first = KEY_NEVER, second = KEY_NEVER;
+    for (int e = g * size; e < (g + 1) * size; e++) {
+      const key k = cached ? KEPT_KEY(e) : FRESH_KEY(e);
+      if (k > first) second = first, first = k;
+      else if (k > second) second = k;
+    }
+    GROUP_KEY(g) = top_two ? key_of(real_of(first) + real_of(second)) : first;
+  }
+  GROUP_BARRIER();
+  for (int i = 0; i < keep; i++) {
+    key mine = KEY_NEVER;
+    int mine_id = groups;
+    SCAN(groups, GROUP_KEY);
+    AGREE();
+  }
+  const key last_group = chosen;
+  const int last_group_id = chosen_id;
+  if (cached && groups)
+    for (int e = lane; e < E; e += lanes)
+      if (GROUP_CLOSED(e)) KEPT_KEY(e) = KEY_NEVER;
+
+  chosen = KEY_MOST, chosen_id = -1;
+  for (int k = 0; k < K; k++) {
+    key mine = KEY_NEVER;
+    int mine_id = E;
+    if (cached) {
+      SCAN(E, KEPT_KEY);
+    } else {
+      SCAN(E, OPEN_KEY);
+    }
+    AGREE();
+    if (lane == 0 && t < T) ids[t * K + k] = chosen_id;
+  }
+}
+
+/* ---- weights -----------------------------------------------------------------------------------------------
+   u_k = s_k / Z,  w_k = scale * u_k,  s_k = scored(l[id_k], shift):
+     PLAIN, EPSILON  softmax: shift = max l over E, D = sum over E of exp(l - shift); else shift = 0, D = 1
+     SHIFTED         shift = max over the slots of a_k, D = 1
+     Z = D (PLAIN), sum over slots of s_k (SHIFTED), that + epsilon * D (EPSILON)
+   Both kernels begin with it.  No sum over lanes stands in a branch: PoCL's compiler copies what follows a barrier
+   in a branch, and the copies double with every one.  Lanes take every lanes-th slot (or expert); sums are trees over the lanes. */
+#define LOGIT(e) ldx(logits, row + (e) * s1, dt)
+#define KNOWN(id) ((id) >= 0 && (id) < E)
+#define OVER_EXPERTS (score == SOFTMAX && norm != SHIFTED)
+#define NORMALIZE(shift, D, Z, bad)                                                                                    \
+  REAL shift, D, Z, bad;                                                                                               \
+  do {                                                                                                                 \
+    const int experts_ = OVER_EXPERTS ? E : 0, slots_ = norm != PLAIN ? K : 0;                                         \
+    REAL top_ = -REAL_INF, all_ = R(0.0), sum_ = R(0.0), bad_ = R(0.0);                                                \
+    for (int e = lane; e < experts_; e += lanes) top_ = MAX2(top_, LOGIT(e));                                          \
+    if (norm == SHIFTED)                                                                                               \
+      for (int k = lane; k < K; k += lanes)                                                                            \
+        if (KNOWN(id[k])) top_ = MAX2(top_, exponent(score, LOGIT(id[k])));                                            \
+    ROW_MAX(shift, top_, buf, lanes);                                                                                  \
+    if (!OVER_EXPERTS && norm != SHIFTED) shift = R(0.0);                                                              \
+    for (int e = lane; e < experts_; e += lanes) all_ += exp(LOGIT(e) - shift);                                        \
+    ROW_SUM(D, all_, buf, lanes);                                                                                      \
+    if (!OVER_EXPERTS) D = R(1.0);                                                                                     \
+    for (int k = lane; k < slots_; k += lanes)                                                                         \
+      if (KNOWN(id[k])) sum_ += scored(score, LOGIT(id[k]), shift);                                                    \
+    ROW_SUM(Z, sum_, buf, lanes);                                                                                      \
+    if (norm == PLAIN) Z = D;                                                                                          \
+    if (norm == EPSILON) Z += epsilon * D;                                                                             \
+    for (int k = lane; k < K; k += lanes)                                                                              \
+      if (!KNOWN(id[k])) bad_ = R(1.0);                                                                                \
+    ROW_MAX(bad, bad_, buf, lanes);                                                                                    \
+  } while (0)
+
+/* weights[t,k] = w_k; a token with an id outside [0,E): all its weights NaN, HEALTH_ID.
+   Bytes: ids and weights once; the chosen logits, or for a softmax over E the whole row (from cache the second
+   time).  One pass with a running maximum was not kept: rescaling its sum rounds once more per expert. */
+KERNEL(route_weights)(TENSOR(REAL, weights), TENSOR(const uchar, logits), int dt, long s0, long s1,
+                      TENSOR(const int, ids), TENSOR(int, health), long T, int E, int K, int lanes, int score,
+                      int norm, REAL scale, REAL epsilon)
+{
+  LOCAL_ARRAY(REAL, buf, 256);
+  AT(weights);
+  AT(ids);
+  AT_OPT(health);
+  const int lane = LANE(lanes);
+  const long t = ROW(lanes), live = MIN2(t, T - 1), row = logits_at + live * s0;
+  const GLOBAL int *id = ids + live * K;
+  NORMALIZE(shift, D, Z, bad);
+  if (t >= T) return;
+  for (int k = lane; k < K; k += lanes)
+    weights[t * K + k] = bad > R(0.0) ? REAL_NAN : scale * share_of(scored(score, LOGIT(id[k]), shift), Z);
+  if (bad > R(0.0) && lane == 0 && health) ATOMIC_OR(health, HEALTH_ID);
+}
+
+/* With d = dweights and c = sum_k d_k u_k where the slots are normalized, else 0:
+     dl[e] = w(e) s'(e)/s(e) * sum over slots k with id_k = e of (d_k - c)   [ - p_e sum_k w_k (d_k - c) ]
+   w(e) is the weight a slot with expert e has; the bracket is there for a softmax over E, p_e = exp(l_e-shift)/D.
+   Slots of one expert share everything but d, so repeated ids need no atomics, no list and no second rounding:
+   lanes walk the experts and look for each among the K ids (a scatter of slots would have to add into dlogits).
+   A row of which a weight is not finite is NaN.  Bytes: dlogits once (twice if accumulated), the logits once where
+   over E, else the chosen ones. */
+KERNEL(route_weights_bwd)(TENSOR(uchar, dlogits), int ddt, long d0, long d1, TENSOR(const REAL, dweights),
+                          TENSOR(const uchar, logits), int dt, long s0, long s1, TENSOR(const int, ids), long T, int E,
+                          int K, int lanes, int score, int norm, REAL scale, REAL epsilon, int accumulate)
+{
+  LOCAL_ARRAY(REAL, buf, 256);
+  AT(dweights);
+  AT(ids);
+  const int lane = LANE(lanes);
+  const long t = ROW(lanes), live = MIN2(t, T - 1), row = logits_at + live * s0;
+  const GLOBAL int *id = ids + live * K;
+  const GLOBAL REAL *d = dweights + live * K;
+  NORMALIZE(shift, D, Z, bad);
+
+  REAL c = R(0.0), all = R(0.0);
+  for (int k = lane; k < K; k += lanes) {
+    const REAL u = KNOWN(id[k]) ? share_of(scored(score, LOGIT(id[k]), shift), Z) : REAL_NAN;
+    if (!IS_FINITE(scale * u)) bad = R(1.0);
+    if (norm != PLAIN) c += d[k] * u;
+  }
+  ROW_MAX(bad, bad, buf, lanes);
+  ROW_SUM(c, c, buf, lanes);
+  for (int k = lane; k < K; k += lanes)
+    if (OVER_EXPERTS && KNOWN(id[k])) all += scale * share_of(scored(score, LOGIT(id[k]), shift), Z) * (d[k] - c);
+  ROW_SUM(all, all, buf, lanes);
+
+  if (t >= T) return;
+  for (int e = lane; e < E; e += lanes) {
+    REAL flow = R(0.0), g = R(0.0);
+    int n = 0;
+    for (int k = 0; k < K; k++)
+      if (id[k] == e) flow += d[k] - c, n++;
+    if (n || OVER_EXPERTS) {
+      const REAL l = LOGIT(e), s = scored(score, l, shift);
+      if (n) g = scale * share_of(s, Z) * log_slope(score, l) * flow;
+      if (OVER_EXPERTS) g -= share_of(s, D) * all;
+    }
+    if (bad > R(0.0)) g = REAL_NAN;
+    const long at = dlogits_at + t * d0 + e * d1;
+    stx(dlogits, at, ddt, accumulate ? ldx(dlogits, at, ddt) + g : g);
+  }
+}
+
+/* ---- balance and z losses ----------------------------------------------------------------------------------
+   T = S*N tokens; p[t,:] = scored(l, shift_t) / sum_t;  z_t = logsumexp(l)^2.  `score` is SOFTMAX or SIGMOID.
+   Sums over tokens go by spans of SPAN tokens of a sequence, then over spans: a shape that T, S and the local size
+   fix.  A block is BLOCK neighbouring experts; its items are laid out as `parts` rows of BLOCK columns, and row i
+   takes every parts-th token (or span) from i on. */
+#define SPAN 256
+#define BLOCK 32
+#define PARTS MAX2(1, LSIZE / BLOCK)
+
+/* Of a row of E logits: top = max l, sum_exp = sum of exp(l - top), sum = sum of scored(l, shift). */
+#define ROW_SUMS(top, sum_exp, shift, sum)                                                                             \
+  REAL top = -REAL_INF, sum_exp = R(0.0), shift, sum = R(0.0);                                                         \
+  do {                                                                                                                 \
+    for (int e = lane; e < E; e += lanes) top = MAX2(top, LOGIT(e));                                                   \
+    ROW_MAX(top, top, buf, lanes);                                                                                     \
+    shift = exponent(score, top);                                                                                      \
+    for (int e = lane; e < E; e += lanes) {                                                                            \
+      const REAL l_ = LOGIT(e);                                                                                        \
+      sum_exp += exp(l_ - top);                                                                                        \
+      if (score != SOFTMAX) sum += scored(score, l_, shift);                                                           \
+    }                                                                                                                  \
+    ROW_SUM(sum_exp, sum_exp, buf, lanes);                                                                             \
+    ROW_SUM(sum, sum, buf, lanes);                                                                                     \
+    if (score == SOFTMAX) sum = sum_exp;                                                                               \
+  } while (0)
+
+/* Step 1: rows[0..2][t] = shift, 1/sum, z.  Reads the logits once from memory.  Masked tokens get z = 0; what else
+   stands in their rows is not used. */
+KERNEL(route_balance_rows)(TENSOR(REAL, rows), TENSOR(const uchar, logits), int dt, long s0, long s1,
+                           TENSOR(const uchar, mask), long T, int E, int lanes, int score)
+{
+  LOCAL_ARRAY(REAL, buf, 256);
+  AT(rows);
+  AT_OPT(mask);
+  const int lane = LANE(lanes);
+  const long t = ROW(lanes), row = logits_at + MIN2(t, T - 1) * s0;
+  ROW_SUMS(top, sum_exp, shift, sum);
+  if (lane != 0 || t >= T) return;
+  const REAL lse = top + log(sum_exp);
+  rows[t] = shift;
+  rows[T + t] = R(1.0) / sum;
+  rows[2 * T + t] = mask && !mask[t] ? R(0.0) : lse * lse;
+}
+
+/* Step 2: group (s*spans + i, b) sums span i of sequence s over the experts of block b: part_probs[s,i,e] = sum of p,
+   part_counts[s,i,e] = slots that chose e (whole numbers, exact in REAL: at most SPAN*K), and block 0 the sum of z and
+   the number of unmasked tokens.  Counting is a histogram in local memory, whose integer atomics have one result in
+   any order.  Reads the logits once more (from cache on a GPU: step 1 was just there) and the ids once a block.
+   One group per expert over all tokens was not kept: it reads columns, and has E groups only. */
+KERNEL(route_balance_spans)(TENSOR(REAL, part_probs), TENSOR(REAL, part_counts), TENSOR(REAL, part_z),
+                            TENSOR(REAL, part_tokens), TENSOR(const REAL, rows), TENSOR(const uchar, logits), int dt,
+                            long s0, long s1, TENSOR(const int, ids), TENSOR(const uchar, mask), long T, long N,
+                            long spans, int E, int K, int score)
+{
+  LOCAL_ARRAY(REAL, buf, 256);
+  LOCAL_ARRAY(int, hist, BLOCK);
+  AT(part_probs);
+  AT(part_counts);
+  AT(part_z);
+  AT(part_tokens);
+  AT(rows);
+  AT(ids);
+  AT_OPT(mask);
+  const long span = GROUP(0), begin = span / spans * N + span % spans * SPAN;
+  const long end = MIN2(begin + SPAN, (span / spans + 1) * N);
+  const int first = (int)GROUP(1) * BLOCK, parts = PARTS;
+
+  for (int i = LID; i < BLOCK; i += LSIZE) hist[i] = 0;
+  for (int i = LID; i < parts * BLOCK; i += LSIZE) {
+    const int e = first + i % BLOCK;
+    REAL sum = R(0.0);
+    if (e < E) {
+      for (long t = begin + i / BLOCK; t < end; t += parts)
+        if (!mask || mask[t]) sum += scored(score, ldx(logits, logits_at + t * s0 + e * s1, dt), rows[t]) * rows[T + t];
+    }
+    buf[i] = sum;
+  }
+  GROUP_BARRIER();
+  for (long i = begin * K + LID; i < end * K; i += LSIZE) {
+    const int e = ids[i];
+    if (e >= first && e < MIN2(first + BLOCK, E) && (!mask || mask[i / K])) atomic_inc(&hist[e - first]);
+  }
+  GROUP_BARRIER();
+  for (int i = LID; i < BLOCK && first + i < E; i += LSIZE) {
+    REAL sum = R(0.0);
+    for (int part = 0; part < parts; part++) sum += buf[part * BLOCK + i];
+    part_probs[span * E + first + i] = sum;
+    part_counts[span * E + first + i] = (REAL)hist[i];
+  }
+  REAL z = R(0.0), tokens = R(0.0);
+  for (long t = begin + LID; t < end; t += LSIZE) {
+    z += rows[2 * T + t];
+    if (!mask || mask[t]) tokens += R(1.0);
+  }
+  GROUP_SUM(z, z, buf);
+  GROUP_SUM(tokens, tokens, buf);
+  if (LID == 0 && GROUP(1) == 0) part_z[span] = z, part_tokens[span] = tokens;
+}
+
+/* Step 3: group (s, b) sums the spans of sequence s for the experts of block b into probs[s,e] and counts[s,e];
+   dots[s,b] = sum over the block of count*prob; block 0 also tokens[s]. */
+KERNEL(route_balance_sums)(TENSOR(int, counts), TENSOR(REAL, probs), TENSOR(int, tokens), TENSOR(REAL, dots),
+                           TENSOR(const REAL, part_probs), TENSOR(const REAL, part_counts),
+                           TENSOR(const REAL, part_tokens), long spans, int E)
+{
+  LOCAL_ARRAY(REAL, buf, 256);
+  LOCAL_ARRAY(int, ibuf, 256);
+  AT(counts);
+  AT(probs);
+  AT(tokens);
+  AT(dots);
+  AT(part_probs);
+  AT(part_counts);
+  AT(part_tokens);
+  const long s = GROUP(0);
+  const int first = (int)GROUP(1) * BLOCK, parts = PARTS;
+  for (int i = LID; i < parts * BLOCK; i += LSIZE) {
+    const int e = first + i % BLOCK;
+    REAL sum = R(0.0);
+    int count = 0;
+    if (e < E) {
+      for (long j = s * spans + i / BLOCK; j < (s + 1) * spans; j += parts) {
+        sum += part_probs[j * E + e];
+        count += (int)part_counts[j * E + e];
+      }
+    }
+    buf[i] = sum;
+    ibuf[i] = count;
+  }
+  GROUP_BARRIER();
+  REAL dot = R(0.0);
+  for (int i = LID; i < BLOCK && first + i < E; i += LSIZE) {
+    REAL sum = R(0.0);
+    int count = 0;
+    for (int part = 0; part < parts; part++) sum += buf[part * BLOCK + i], count += ibuf[part * BLOCK + i];
+    probs[s * E + first + i] = sum;
+    counts[s * E + first + i] = count;
+    dot += (REAL)count * sum;
+  }
+  GROUP_SUM(dot, dot, buf);
+  if (LID == 0) dots[s * GROUPS(1) + GROUP(1)] = dot;
+  int n = 0;
+  for (long j = s * spans + LID; j < (s + 1) * spans; j += LSIZE) n += (int)part_tokens[j];
+  GROUP_SUM(n, n, ibuf);
+  if (LID == 0 && GROUP(1) == 0) tokens[s] = n;
+}
+
+/* Step 4, one group: losses[0] = mean over the sequences s with n_s > 0 tokens of E/(K n_s^2) sum_e count*prob;
+   losses[1] = sum z / sum n_s; 0 where there is no token. */
+KERNEL(route_balance_losses)(TENSOR(REAL, losses), TENSOR(const int, tokens), TENSOR(const REAL, dots),
+                             TENSOR(const REAL, part_z), long S, long spans, long blocks, int E, int K)
+{
+  LOCAL_ARRAY(REAL, buf, 256);
+  LOCAL_ARRAY(long, lbuf, 256);
+  AT(losses);
+  AT(tokens);
+  AT(dots);
+  AT(part_z);
+  REAL balance = R(0.0), z = R(0.0);
+  long n = 0, live = 0;
+  for (long s = LID; s < S; s += LSIZE) {
+    REAL dot = R(0.0);
+    if (tokens[s] == 0) continue;
+    for (long b = 0; b < blocks; b++) dot += dots[s * blocks + b];
+    balance += dot / (REAL)tokens[s] / (REAL)tokens[s];
+    n += tokens[s];
+    live++;
+  }
+  for (long i = LID; i < S * spans; i += LSIZE) z += part_z[i];
+  GROUP_SUM(balance, balance, buf);
+  GROUP_SUM(z, z, buf);
+  GROUP_SUM(n, n, lbuf);
+  GROUP_SUM(live, live, lbuf);
+  if (LID == 0) {
+    losses[0] = live ? balance * ((REAL)E / (REAL)K) / (REAL)live : R(0.0);
+    losses[1] = n ? z / (REAL)n : R(0.0);
+  }
+}
+
+/* dlogits[t,:] (+)= scale * (balance_coef * E/(K n_s^2 live) * p'(count[s,:]) + z_coef * 2 lse/n * softmax(l))
+   for unmasked tokens, 0 for masked ones.  Counts are constants, so
+     p'(v)[e] = p_e (v_e - sum_j p_j v_j)                  softmax
+                p_e (1 - sigmoid(l_e)) (v_e - sum_j p_j v_j)   sigmoid(l)/sum
+   and a NaN logit stays in its row.  n and live are summed over the S sequences by every group (S is small beside
+   T; the sums are of integers).  Bytes: logits once from memory, dlogits once (twice if accumulated). */
+KERNEL(route_balance_bwd)(TENSOR(uchar, dlogits), int ddt, long d0, long d1, TENSOR(const uchar, logits), int dt,
+                          long s0, long s1, TENSOR(const int, counts), TENSOR(const int, tokens),
+                          TENSOR(const uchar, mask), TENSOR(const REAL, scale), long T, long S, int E, int K, int lanes,
+                          int score, int accumulate, REAL balance_coef, REAL z_coef)
+{
+  LOCAL_ARRAY(REAL, buf, 256);
+  LOCAL_ARRAY(long, lbuf, 256);
+  AT(counts);
+  AT(tokens);
+  AT_OPT(mask);
+  AT_OPT(scale);
+  const int lane = LANE(lanes);
+  const long t = ROW(lanes), live_t = MIN2(t, T - 1), s = live_t / (T / S), row = logits_at + live_t * s0;
+  const REAL factor = scale ? scale[0] : R(1.0), n_s = (REAL)tokens[s];
+  const GLOBAL int *count = counts + s * E;
+  long n = 0, live = 0;
+  for (long i = LID; i < S; i += LSIZE) n += tokens[i], live += tokens[i] > 0;
+  GROUP_SUM(n, n, lbuf);
+  GROUP_SUM(live, live, lbuf);
+
+  ROW_SUMS(top, sum_exp, shift, sum);
+  REAL mean = R(0.0);
+  for (int e = lane; e < E; e += lanes) mean += scored(score, LOGIT(e), shift) / sum * (REAL)count[e];
+  ROW_SUM(mean, mean, buf, lanes);
+
+  if (t >= T) return;
+  const int used = !mask || mask[t];
+  const REAL balance = used ? factor * balance_coef * ((REAL)E / (REAL)K) / (REAL)live / n_s / n_s : R(0.0);
+  const REAL z = used ? factor * z_coef * R(2.0) * (top + log(sum_exp)) / (REAL)n : R(0.0);
+  for (int e = lane; e < E; e += lanes) {
+    REAL g = R(0.0);
+    if (used) {
+      const REAL l = LOGIT(e);
+      const REAL slope = score == SOFTMAX ? R(1.0) : sigmoid(-l);
+      g = balance * (scored(score, l, shift) / sum) * slope * ((REAL)count[e] - mean);
+      if (z_coef != R(0.0)) g += z * (exp(l - top) / sum_exp);
+    }
+    const long at = dlogits_at + t * d0 + e * d1;
+    stx(dlogits, at, ddt, accumulate ? ldx(dlogits, at, ddt) + g : g);
+  }
+}
+
+/* ---- counts ------------------------------------------------------------------------------------------------ */
+/* Slots of expert e over the S sequences. */
+FN long load_of(const GLOBAL int *counts, long S, int E, int e)
+{
+  long load = 0;
+  for (long s = 0; s < S; s++) load += counts[s * E + e];
+  return load;
+}
+
+/* bias[e] += rate * sign(sum/E - load_e), the sign of the 64-bit integer sum - E*load_e: no mean is rounded.  One
+   group (the sum is over everything); reads the counts twice. */
+KERNEL(route_bias_step)(TENSOR(REAL, bias), TENSOR(const int, counts), long S, int E, REAL rate)
+{
+  LOCAL_ARRAY(long, lbuf, 256);
+  AT(bias);
+  AT(counts);
+  long sum = 0;
+  for (int e = LID; e < E; e += LSIZE) sum += load_of(counts, S, E, e);
+  GROUP_SUM(sum, sum, lbuf);
+  for (int e = LID; e < E; e += LSIZE) {
+    const long excess = E * load_of(counts, S, E, e);
+    if (excess != sum) bias[e] += excess < sum ? rate : -rate;
+  }
+}
+
+/* stats = { -sum q ln q, max load * E / sum, experts with load 0, sum },  q_e = load_e / sum; the first two are 0
+   where sum is.  One group; reads the counts twice. */
+KERNEL(route_load_stats)(TENSOR(REAL, stats), TENSOR(const int, counts), long S, int E)
+{
+  LOCAL_ARRAY(REAL, buf, 256);
+  LOCAL_ARRAY(long, lbuf, 256);
+  AT(stats);
+  AT(counts);
+  long sum = 0, most = 0, dead = 0;
+  for (int e = LID; e < E; e += LSIZE) {
+    const long load = load_of(counts, S, E, e);
+    sum += load;
+    most = MAX2(most, load);
+    dead += load == 0;
+  }
+  GROUP_SUM(sum, sum, lbuf);
+  GROUP_MAX(most, most, lbuf);
+  GROUP_SUM(dead, dead, lbuf);
+  REAL entropy = R(0.0);
+  for (int e = LID; e < E; e += LSIZE) {
+    const long load = load_of(counts, S, E, e);
+    if (load > 0) entropy -= (REAL)load / (REAL)sum * log((REAL)load / (REAL)sum);
+  }
+  GROUP_SUM(entropy, entropy, buf);
+  if (LID == 0) {
+    stats[0] = entropy;
+    stats[1] = sum ? (REAL)most * (REAL)E / (REAL)sum : R(0.0);
+    stats[2] = (REAL)dead;
+    stats[3] = (REAL)sum;
+  }
+}

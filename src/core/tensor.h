@@ -1,0 +1,27 @@
+/* tensor.h - internal shape helpers. */
+#ifndef MOE_CORE_TENSOR_H
+#define MOE_CORE_TENSOR_H
+
+#include <moe/tensor.h>
+
+/* F64, F32, BF16, F16. */
+int moe__is_float(int64_t dtype);
+/* *out = a*b; MOE_ERR_INVALID (no text) for a negative factor or an overflow. */
+moe_status moe__mul(int64_t *out, int64_t a, int64_t b);
+/* View of base from element `element`; a NULL base stays NULL. */
+moe_tensor moe__view(moe_tensor base, int64_t element, int64_t rank, const int64_t *shape, const int64_t *stride);
+/* Packed [n] and [rows,cols]. */
+moe_tensor moe__flat(void *handle, uint64_t offset, int64_t dtype, int64_t n);
+moe_tensor moe__matrix(void *handle, uint64_t offset, int64_t dtype, int64_t rows, int64_t cols);
+/* A public call's tensor: given, of this dtype (0: any float, no F64 where real is F32), rank and shape,
+   strides not negative, aligned to its elements.  The text names function, tensor, wanted and got. */
+moe_status moe__want(const char *fn, const char *name, const moe_tensor *t, int64_t dtype, int64_t rank,
+                     const int64_t *shape);
+#define WANT(fn, t, dtype, ...)                                                                                        \
+  moe__want(fn, #t, &(t), dtype, (int64_t)(sizeof((const int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)),                \
+            (const int64_t[]){ __VA_ARGS__ })
+
+/* Element i of host data; NaN for the F8 kinds. */
+double moe__to_double(const void *data, int64_t dtype, int64_t i);
+
+#endif

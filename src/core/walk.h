@@ -1,0 +1,36 @@
+/* walk.h - one description of an object's steps, walked three ways: to prepare every kernel (create), to
+   say which implementation each step gets (explain), and to run.  So the three cannot disagree. */
+#ifndef MOE_CORE_WALK_H
+#define MOE_CORE_WALK_H
+
+#include "core/backend.h"
+
+#include <moe/experts.h>
+
+struct moe__walk {
+  enum { MOE__PREPARE, MOE__EXPLAIN, MOE__RUN } mode;
+  moe_context *ctx;
+  moe_queue *q; /* RUN */
+  char *text;   /* EXPLAIN: where lines go, `room` bytes; `used` counts all, written or not */
+  uint64_t room, used;
+};
+
+/* "label: id" and, where given, " (reason)". */
+void moe__walk_line(struct moe__walk *w, const char *label, const char *id, const char *reason);
+
+/* A handle for tensors of a walk that does not run: never read, aligned. */
+void *moe__placeholder(void);
+
+#define STEP(w, label, op, strategy, ...)                                                                              \
+  do {                                                                                                                 \
+    const struct moe__args_##op args_ = { __VA_ARGS__ };                                                               \
+    if ((w)->mode == MOE__RUN) MOE__TRY(moe__run_##op((w)->q, &args_, strategy));                                      \
+    else if ((w)->mode == MOE__PREPARE) MOE__TRY(moe__prepare_##op((w)->ctx, &args_, strategy));                       \
+    else {                                                                                                             \
+      struct moe__why why_ = { "" };                                                                                   \
+      const struct moe__impl_##op *impl_ = moe__pick_##op((w)->ctx, &args_, strategy, &why_);                          \
+      moe__walk_line(w, label, impl_ ? impl_->id : "none", why_.text);                                                 \
+    }                                                                                                                  \
+  } while (0)
+
+#endif

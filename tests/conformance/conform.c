@@ -1,0 +1,398 @@
+/* conform.c - moe-conform: runs every op on one device, each implementation in turn, against the reference in
+   double, and prints the worst error of each as a share of its bound.  Its lines are CMocka's. */
+#include "conform.h"
+
+#include "core/backend.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+enum { MOST_LINES = 8 }; /* failures printed for one implementation */
+
+/* ---- cases ---------------------------------------------------------------------------------------------------- */
+const int64_t c_dtypes[C_DTYPES] = {MOE_F32, MOE_F64, MOE_BF16, MOE_F16};
+
+int64_t c_float(int64_t call, int64_t i)
+{
+  static const int64_t real64[2] = {MOE_F64, MOE_F32}, others[3] = {MOE_F32, MOE_BF16, MOE_F16};
+  return call == MOE_F64 ? real64[i % 2] : others[i % 3];
+}
+
+int c_layout(int64_t i)
+{
+  static const int layouts[5] = {T_PACKED, T_PAD, T_SWAP, T_STEP | T_PAD, T_ODD};
+  return layouts[i % 5];
+}
+
+int32_t *c_ids(struct conform *c, int64_t T, int64_t K, int64_t E, int pattern)
+{
+  int32_t *ids = t_ints(&c->m, T * K);
+  for (int64_t i = 0; i < T * K; i++) {
+    int64_t t = i / K, k = i % K, tries = 0;
+    int64_t id = pattern == 1 ? E - 1 - k : pattern == 2 ? (t + k) % ((E + 1) / 2) : t_below(&c->m, E);
+    for (int64_t j = 0; j < k && tries <= E; j++)
+      if (ids[t * K + j] == id) {
+        id = (id + 1) % E;
+        tries++;
+        j = -1;
+      }
+    ids[i] = (int32_t)id;
+  }
+  return ids;
+}
+
+int c_begin(struct conform *c, int64_t dtype, const char *format, ...)
+{
+  moe_device_info info = c->ctx->info->pub;
+  if (dtype == MOE_F64 && !info.fp64) return 0;
+  va_list list;
+  va_start(list, format);
+  int n = snprintf(c->name, sizeof c->name, "%s ", moe_dtype_name(dtype));
+  vsnprintf(c->name + n, sizeof c->name - (size_t)n, format, list);
+  va_end(list);
+  ref_arithmetic(dtype);
+  uint64_t seed = 0;
+  for (const char *p = c->name; *p; p++) seed = seed * 31 + (unsigned char)*p;
+  t_memory_init(&c->m, c->ctx, c->q, seed);
+  return 1;
+}
+
+void c_exact(void)
+{
+  ref_arithmetic(MOE_NONE);
+}
+
+void c_end(struct conform *c)
+{
+  t_memory_free(&c->m);
+}
+
+void c_fail(struct conform *c, const char *format, ...)
+{
+  if (c->failures++ >= MOST_LINES) return;
+  va_list list;
+  va_start(list, format);
+  printf("  %s, %s: ", c->id, c->name);
+  vprintf(format, list);
+  putchar('\n');
+  va_end(list);
+}
+
+moe_tensor c_in(struct conform *c, int64_t dtype, int layout, const num *values, int rank, const int64_t *shape)
+{
+  moe_tensor t = t_tensor(&c->m, dtype, layout, rank, shape);
+  t_put(&c->m, &t, values);
+  return t;
+}
+
+moe_tensor c_in_ints(struct conform *c, const int32_t *values, int rank, const int64_t *shape)
+{
+  moe_tensor t = t_tensor(&c->m, MOE_I32, T_ODD, rank, shape);
+  t_put_ints(&c->m, &t, values);
+  return t;
+}
+
+moe_tensor c_out(struct conform *c, int64_t dtype, int layout, int rank, const int64_t *shape)
+{
+  moe_tensor t = t_tensor(&c->m, dtype, layout, rank, shape);
+  t_own(&c->m, &t);
+  return t;
+}
+
+moe_tensor c_inout(struct conform *c, int64_t dtype, int layout, const num *values, int rank, const int64_t *shape)
+{
+  moe_tensor t = c_in(c, dtype, layout, values, rank, shape);
+  t_own(&c->m, &t);
+  return t;
+}
+
+moe_tensor c_health(struct conform *c)
+{
+  int32_t zero = 0;
+  moe_tensor t = c_in_ints(c, &zero, SHAPE(1));
+  t_own(&c->m, &t);
+  return t;
+}
+
+/* "name[3,4]" */
+static const char *element(char text[96], const char *what, const moe_tensor *t, int64_t at)
+{
+  int64_t index[MOE_RANK_MAX] = {0};
+  for (int d = t->rank - 1; d >= 0; d--) {
+    index[d] = at % t->shape[d];
+    at /= t->shape[d];
+  }
+  int n = snprintf(text, 96, "%s", what);
+  for (int d = 0; d < t->rank; d++) n += snprintf(text + n, 96 - (size_t)n, "%c%lld", d ? ',' : '[', (long long)index[d]);
+  snprintf(text + n, 96 - (size_t)n, "]");
+  return text;
+}
+
+void c_check(struct conform *c, const char *what, const moe_tensor *t, const num *want)
+{
+  char where[96];
+  int64_t n = moe_tensor_count(t);
+  double *got = t_host(&c->m, n, sizeof *got);
+  t_get(&c->m, t, got);
+  struct ref_worst w = ref_compare(got, want, n, t->dtype);
+  if (w.at < 0) return;
+  if (w.failed)
+    c_fail(c, "%s is %.9g, wanted %.9g within %.3g (%lld of %lld elements)", element(where, what, t, w.at), w.got,
+           w.want, w.bound, (long long)w.failed, (long long)n);
+  if (!(w.share <= c->share)) {
+    c->share = w.share;
+    snprintf(c->worst, sizeof c->worst, "%s of %s", element(where, what, t, w.at), c->name);
+  }
+}
+
+void c_check_ints(struct conform *c, const char *what, const moe_tensor *t, const int32_t *want)
+{
+  char where[96];
+  int64_t n = moe_tensor_count(t);
+  int32_t *got = t_ints(&c->m, n);
+  t_get_ints(&c->m, t, got);
+  for (int64_t i = 0; i < n; i++)
+    if (got[i] != want[i]) {
+      c_fail(c, "%s is %d, wanted %d", element(where, what, t, i), (int)got[i], (int)want[i]);
+      return;
+    }
+}
+
+/* ---- the implementation under test, forced ---------------------------------------------------------------------- */
+static int ready(struct conform *c, const char *program, int64_t dtype)
+{
+  if (program[0] && c->ctx->be->program(c->ctx->dev, program, (int)dtype)) {
+    c_fail(c, "%s", moe_last_error());
+    return 0;
+  }
+  c->cases++;
+  return 1;
+}
+
+/* After a run: waits, looks at what it wrote and, the second time, whether it wrote the same. */
+static int finished(struct conform *c, moe_status status, int pass)
+{
+  if (!status) status = moe_queue_wait(c->q);
+  if (!status) {
+    t_download(&c->m);
+    status = c->m.status;
+  }
+  if (status) {
+    c_fail(c, "%s: %s", moe_strerror(status), moe_last_error());
+    return 0;
+  }
+  const char *touched = t_guards(&c->m);
+  if (touched) c_fail(c, "%s", touched);
+  else if (pass == 1 && !t_repeats(&c->m)) c_fail(c, "a second run gave other bits");
+  return 1;
+}
+
+#define OP(op, family)                                                                                                 \
+  int c_run_##op(struct conform *c, const struct moe__args_##op *args)                                                 \
+  {                                                                                                                    \
+    const struct moe__impl_##op *impl = c->impl;                                                                       \
+    struct moe__why why;                                                                                               \
+    if (moe__check_##op(args)) {                                                                                       \
+      c_fail(c, "%s", moe_last_error());                                                                               \
+      return 0;                                                                                                        \
+    }                                                                                                                  \
+    if (impl->can(c->ctx->info, args, &why)) return 0;                                                                 \
+    int good = ready(c, impl->program, args->dtype);                                                                   \
+    for (int pass = 0; good && pass < 2; pass++) {                                                                     \
+      t_upload(&c->m);                                                                                                 \
+      good = finished(c, c->m.status ? c->m.status : impl->run(c->q, args), pass);                                     \
+    }                                                                                                                  \
+    return good;                                                                                                       \
+  }
+#include "core/ops.def"
+#undef OP
+
+/* ---- the list of tests --------------------------------------------------------------------------------------------- */
+struct test {
+  const char *op, *id;
+  const void *impl; /* NULL: expected, and not in the device's list */
+  void (*cases)(struct conform *);
+  int portable, expected;
+};
+struct tests {
+  struct test *list;
+  int n;
+};
+
+static void add(struct tests *all, struct test test)
+{
+  struct test *list = realloc(all->list, (size_t)(all->n + 1) * sizeof *list);
+  if (!list) abort();
+  all->list = list;
+  list[all->n++] = test;
+}
+
+static void collect(struct tests *all, const moe_context *ctx)
+{
+#define OP(op, family)                                                                                                 \
+  for (int i = 0; moe__impl_##op##_at(ctx, i); i++) {                                                                  \
+    const struct moe__impl_##op *impl = moe__impl_##op##_at(ctx, i);                                                   \
+    int portable = (impl->flags & MOE__PORTABLE) != 0;                                                                 \
+    add(all, (struct test){#op, impl->id, impl, conform_##op, portable, portable});                                    \
+  }
+#include "core/ops.def"
+#undef OP
+
+  enum kind { CUDA, OPENCL_GPU, OPENCL_CPU } kind = OPENCL_GPU;
+  if (!strcmp(ctx->be->name, "cuda")) kind = CUDA;
+  else if (ctx->info->pub.kind == MOE_DEVICE_CPU) kind = OPENCL_CPU;
+  static const struct {
+    enum kind kind;
+    const char *id;
+  } expected[] = {
+#define EXPECT(on, name) {on, name},
+#include "expect.def"
+#undef EXPECT
+      {CUDA, NULL}};
+  for (size_t e = 0; e < sizeof expected / sizeof *expected; e++) {
+    int found = 0;
+    if (expected[e].kind != kind || !expected[e].id) continue;
+    for (int i = 0; i < all->n; i++)
+      if (!strcmp(all->list[i].id, expected[e].id)) found = all->list[i].expected = 1;
+    if (!found) add(all, (struct test){"", expected[e].id, NULL, NULL, 0, 1});
+  }
+}
+
+/* 1 passed, 0 failed, -1 skipped */
+static int run_test(struct conform *c, const struct test *t)
+{
+  printf("[ RUN      ] %s\n", t->id);
+  c->id = t->id;
+  c->impl = t->impl;
+  c->cases = c->failures = 0;
+  c->share = 0;
+  snprintf(c->worst, sizeof c->worst, "all exact");
+  if (t->cases) t->cases(c);
+  int result = c->failures ? 0 : 1;
+  if (!t->impl) {
+    printf("  %s: expected on this kind of device, and not in its list\n", t->id);
+    result = 0;
+  } else if (!c->cases && result) {
+    printf("  %s: accepted no case\n", t->id);
+    result = t->expected && c->effort != SMALL ? 0 : -1;
+  } else {
+    printf("  %s: %lld cases, worst error %.3g of its bound (%s)\n", t->id, (long long)c->cases, c->share, c->worst);
+  }
+  printf("%s %s\n", result > 0 ? "[       OK ]" : result ? "[  SKIPPED ]" : "[  FAILED  ]", t->id);
+  fflush(stdout);
+  return result;
+}
+
+/* ---- the program --------------------------------------------------------------------------------------------------- */
+static const char usage[] =
+    "usage: moe-conform [--device NAME] [--op NAME] [--impl ID] [--portable] [--long | --sanitize-small] [--list]\n"
+    "Tests a device: every operation, each of its implementations, against a reference in double precision.\n"
+    "  --device NAME      cuda, opencl:gpu, opencl:cpu, opencl:PLATFORM:DEVICE; as moe_context_desc takes it\n"
+    "  --op NAME          only this operation            --impl ID    only this implementation\n"
+    "  --portable         only the portable ones         --list       print what there is and run nothing\n"
+    "  --long             more and larger cases          --sanitize-small  few small ones, for slow checkers\n"
+    "Exit status: 0 all passed, 1 some failed, 2 wrong usage, 77 there is no such device.\n";
+
+struct options {
+  const char *device, *op, *impl;
+  int portable, list;
+  enum effort effort;
+};
+
+static int parse(struct options *o, int argc, char **argv)
+{
+  for (int i = 1; i < argc; i++) {
+    const char **value = NULL;
+    if (!strcmp(argv[i], "--device")) value = &o->device;
+    else if (!strcmp(argv[i], "--op")) value = &o->op;
+    else if (!strcmp(argv[i], "--impl")) value = &o->impl;
+    else if (!strcmp(argv[i], "--portable")) o->portable = 1;
+    else if (!strcmp(argv[i], "--list")) o->list = 1;
+    else if (!strcmp(argv[i], "--long")) o->effort = LONG;
+    else if (!strcmp(argv[i], "--sanitize-small")) o->effort = SMALL;
+    else return 0;
+    if (value && !(*value = argv[++i])) return 0;
+  }
+  return 1;
+}
+
+/* Is `device` in the comma separated list of devices that must be there? */
+static int required(const char *device)
+{
+  const char *list = getenv("MOE_TEST_REQUIRE"), *at = list && device ? strstr(list, device) : NULL;
+  if (!at) return 0;
+  char after = at[strlen(device)];
+  return (at == list || at[-1] == ',') && (!after || after == ',');
+}
+
+static void list_tests(const struct tests *all)
+{
+  for (int i = 0; i < all->n; i++)
+    printf("%-14s %s%s\n", all->list[i].op, all->list[i].id, all->list[i].impl ? "" : " (missing)");
+}
+
+/* Drops what the options leave out. */
+static void choose(struct tests *all, const struct options *o)
+{
+  int kept = 0;
+  for (int i = 0; i < all->n; i++) {
+    const struct test *t = &all->list[i];
+    if ((!o->op || !strcmp(o->op, t->op)) && (!o->impl || !strcmp(o->impl, t->id)) && (!o->portable || t->portable))
+      all->list[kept++] = *t;
+  }
+  all->n = kept;
+}
+
+static int run_tests(struct conform *c, const struct tests *all)
+{
+  int failed = 0, skipped = 0;
+  printf("device %s: %s (%s)\n", c->ctx->info->pub.id, c->ctx->info->pub.name, c->ctx->info->pub.driver);
+  printf("[==========] Running %d test(s).\n", all->n);
+  for (int i = 0; i < all->n; i++) {
+    int result = run_test(c, &all->list[i]);
+    failed += result == 0;
+    skipped += result < 0;
+  }
+  printf("[==========] %d test(s) run.\n", all->n);
+  printf("%d passed, %d failed, %d skipped\n", all->n - failed - skipped, failed, skipped);
+  return failed ? 1 : 0;
+}
+
+int main(int argc, char **argv)
+{
+  struct options o = {.effort = getenv("MOE_TEST_LONG") ? LONG : SHORT};
+  struct conform c = {0};
+  struct tests all = {0};
+  int rc = 2;
+  if (argc > 1 && !strcmp(argv[1], "--help")) {
+    fputs(usage, stdout);
+    return 0;
+  }
+  if (!parse(&o, argc, argv)) {
+    fputs(usage, stderr);
+    return 2;
+  }
+  c.effort = o.effort;
+  moe_context_desc desc = moe_context_desc_init();
+  desc.device = o.device;
+  moe_status status = moe_context_create(&c.ctx, &desc);
+  if (!status) status = moe_queue_create(&c.q, c.ctx);
+  if (status == MOE_ERR_NO_DEVICE && !required(o.device)) {
+    printf("SKIP: %s\n", moe_last_error());
+    rc = 77;
+  } else if (status) {
+    fprintf(stderr, "moe-conform: %s\n", moe_last_error());
+    rc = status == MOE_ERR_INVALID ? 2 : 1;
+  } else {
+    collect(&all, c.ctx);
+    choose(&all, &o);
+    if (all.n == 0) fprintf(stderr, "moe-conform: there is no such operation or implementation here\n");
+    else if (o.list) list_tests(&all);
+    rc = all.n == 0 ? 2 : o.list ? 0 : run_tests(&c, &all);
+  }
+  free(all.list);
+  moe_queue_free(c.q);
+  moe_context_free(c.ctx);
+  return rc;
+}

@@ -1,0 +1,77 @@
+/* conform.h - how the cases of one op are written.
+
+   Each family's file has `void conform_<op>(struct conform *c)` for its ops: it makes inputs, calls
+   c_run_<op>, which forces the implementation under test, and compares with tests/ref.  A case:
+
+     if (!c_begin(c, dtype, "M=%lld", M)) return;           a device without that dtype: no case
+     args.a = c_in(c, dtype, T_PAD, a, SHAPE(M, K));        values in, by any layout
+     args.c = c_out(c, dtype, T_PACKED, SHAPE(M, N));       NaN before the run
+     if (c_run_gemm(c, &args)) c_check(c, "c", &args.c, want);
+     c_end(c);
+
+   c_run checks the arguments as the library does, asks can(), runs twice from the same memory, and wants the
+   same bits and untouched guard bands both times.  Refused by can(): no case, and 0. */
+#ifndef MOE_CONFORM_H
+#define MOE_CONFORM_H
+
+#include "../ref/compare.h"
+#include "../ref/device.h"
+
+#include "core/backend.h"
+
+enum effort { SMALL, SHORT, LONG }; /* for sanitizers; make check; make check-long */
+
+struct conform {
+  moe_context *ctx;
+  moe_queue *q;
+  enum effort effort;
+  const char *id;   /* the implementation under test */
+  const void *impl; /* struct moe__impl_<op> */
+  struct t_memory m; /* of the present case */
+  char name[160];    /* of the present case */
+  int64_t cases, failures;
+  double share; /* worst error as a share of its bound */
+  char worst[256];
+};
+
+/* Starts a case in the arithmetic of dtype; 0 where the device lacks it. */
+int c_begin(struct conform *c, int64_t dtype, const char *format, ...) __attribute__((format(printf, 3, 4)));
+/* From here on sums are exact: whole numbers in, equal bits wanted. */
+void c_exact(void);
+void c_end(struct conform *c);
+/* Says what is wrong with the present case. */
+void c_fail(struct conform *c, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+moe_tensor c_in(struct conform *c, int64_t dtype, int layout, const num *values, int rank, const int64_t *shape);
+moe_tensor c_in_ints(struct conform *c, const int32_t *values, int rank, const int64_t *shape);
+moe_tensor c_out(struct conform *c, int64_t dtype, int layout, int rank, const int64_t *shape);
+moe_tensor c_inout(struct conform *c, int64_t dtype, int layout, const num *values, int rank, const int64_t *shape);
+/* One I32 word, 0 before the run. */
+moe_tensor c_health(struct conform *c);
+
+void c_check(struct conform *c, const char *what, const moe_tensor *t, const num *want);
+void c_check_ints(struct conform *c, const char *what, const moe_tensor *t, const int32_t *want);
+
+/* Dtypes of programs and of storage; REAL of a call. */
+#define C_DTYPES 4
+extern const int64_t c_dtypes[C_DTYPES]; /* F32 first */
+static inline int64_t c_real(int64_t dtype)
+{
+  return dtype == MOE_F64 ? MOE_F64 : MOE_F32;
+}
+/* The i-th of the float types that a tensor of run-time type may have in a call. */
+int64_t c_float(int64_t call, int64_t i);
+/* Layouts to go through: packed, padded rows, transposed, every second element, shifted by one element. */
+int c_layout(int64_t i);
+
+/* Routing data: ids[T,K], distinct in a token, K <= E; pattern 0 random, 1 all to the last experts, 2 round robin
+   over half of the experts. */
+int32_t *c_ids(struct conform *c, int64_t T, int64_t K, int64_t E, int pattern);
+
+#define OP(name, family)                                                                                               \
+  void conform_##name(struct conform *c);                                                                              \
+  int c_run_##name(struct conform *c, const struct moe__args_##name *args);
+#include "core/ops.def"
+#undef OP
+
+#endif

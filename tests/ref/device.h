@@ -1,0 +1,65 @@
+/* device.h - device memory for tests: tensors in blocks between guard bands, mirrored on the host.
+
+   A block is filled with a pattern that is NaN in every float type and a negative number in every integer type:
+   guard bands, gaps between strided rows, outputs before they are written and rows that must not be read all look
+   like that.  t_own says which elements a kernel may write; t_guards finds every other byte that has changed.
+   Errors are sticky in `status`: call on, check once. */
+#ifndef MOE_T_DEVICE_H
+#define MOE_T_DEVICE_H
+
+#include "ref.h"
+
+#include <moe/context.h>
+
+struct t_memory {
+  moe_context *ctx;
+  moe_queue *q;
+  moe_status status;
+  uint64_t seed; /* of the random values */
+  struct t_block *blocks;
+  struct t_host *hosts;
+};
+void t_memory_init(struct t_memory *m, moe_context *ctx, moe_queue *q, uint64_t seed);
+/* Frees every block and host array. */
+void t_memory_free(struct t_memory *m);
+
+/* How a tensor lies in its block; bits. */
+enum t_layout {
+  T_PACKED = 0,
+  T_PAD = 1,   /* three elements more between the rows of each dimension */
+  T_SWAP = 2,  /* the last two dimensions exchanged: a transposed view */
+  T_STEP = 4,  /* every second element */
+  T_ODD = 8,   /* begins one element past the aligned place */
+  T_SCALAR = 16 /* all strides 0: one element, broadcast */
+};
+#define SHAPE(...) (int)(sizeof((const int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), (const int64_t[]){__VA_ARGS__}
+
+/* A tensor in a new block; data begin 4096 bytes into it.  On failure the handle is NULL. */
+moe_tensor t_tensor(struct t_memory *m, int64_t dtype, int layout, int rank, const int64_t *shape);
+/* The kernel may write the elements of this tensor (or view of one). */
+void t_own(struct t_memory *m, const moe_tensor *t);
+/* Values (rounded to the dtype; packed in `values`) into the host's mirror; t_get: out of what was downloaded. */
+void t_put(struct t_memory *m, const moe_tensor *t, const num *values);
+void t_put_ints(struct t_memory *m, const moe_tensor *t, const int32_t *values);
+void t_get(struct t_memory *m, const moe_tensor *t, double *values);
+void t_get_ints(struct t_memory *m, const moe_tensor *t, int32_t *values);
+/* All blocks, to the device and back (waits). */
+void t_upload(struct t_memory *m);
+void t_download(struct t_memory *m);
+/* NULL, or what was written where nothing may be (the text is the thread's until the next call). */
+const char *t_guards(struct t_memory *m);
+/* Are the last two downloads equal, bit for bit? */
+int t_repeats(struct t_memory *m);
+
+/* ---- host arrays, freed with the memory ------------------------------------------------------------------------ */
+void *t_host(struct t_memory *m, int64_t n, size_t size); /* zeroed */
+num *t_nums(struct t_memory *m, int64_t n);
+int32_t *t_ints(struct t_memory *m, int64_t n);
+uint64_t t_random(struct t_memory *m);
+int64_t t_below(struct t_memory *m, int64_t n);
+/* Uniform in (-size, size), rounded to the dtype. */
+num *t_uniform(struct t_memory *m, int64_t n, int64_t dtype, double size);
+/* Whole numbers in [-size, size]: sums of their products are exact. */
+num *t_whole(struct t_memory *m, int64_t n, int64_t size);
+
+#endif
