@@ -107,9 +107,9 @@ int64_t moe__map_groups(const moe_queue *q, int64_t n)
     if (!moe__pick_##name(ctx, args, strategy, &why))                                                                  \
       return moe__fail(MOE_ERR_UNSUPPORTED, "%s: %s", ctx->info->pub.id, why.text);                                    \
     for (int i = 0; (impl = moe__impl_##name##_at(ctx, i)); i++) {                                                     \
-      if (!allowed_##name(impl, strategy)) continue;                                                                   \
+      if (!allowed_##name(impl, strategy) || impl->can(ctx->info, args, &why)) continue;                               \
       if (impl->program[0]) MOE__TRY(ctx->be->program(ctx->dev, impl->program, (int)args->dtype));                     \
-      if ((impl->flags & MOE__TOTAL) && impl->can(ctx->info, args, &why) == MOE_OK) break;                             \
+      if (impl->flags & MOE__TOTAL) break;                                                                             \
     }                                                                                                                  \
     return MOE_OK;                                                                                                     \
   }                                                                                                                    \

@@ -155,8 +155,8 @@ moe_status moe__cannot(struct moe__why *why, const char *format, ...) __attribut
 enum { MOE__PORTABLE = 1, MOE__TENSOR = 2, MOE__TOTAL = 4 };
 
 /* For each op: a list of these, best first.  `can` returns MOE_OK or MOE_ERR_UNSUPPORTED with the reason;
-   it looks at args (shapes, strides, dtypes, promised alignment of handles+offset when handles are given)
-   and device facts only.  `run` enqueues.  `program`: which program must be ready ("" none). */
+   it looks at args (shapes, strides, dtypes, alignment of handle and offset) and device facts only, and with all
+   counts 0 (at create) answers whether it may serve some count.  `run` enqueues.  `program`: which program must be ready ("" none). */
 #define OP(name, family)                                                                                               \
   struct moe__impl_##name {                                                                                            \
     const char *id; /* "gemm:cpu" */                                                                                   \

@@ -412,7 +412,7 @@ moe_status moe_layer_param(moe_tensor *param, moe_tensor *grad, moe_layer_param_
   int64_t at = index;
   int i = 0;
   if (!l) return moe__fail(MOE_ERR_INVALID, "%s: layer is NULL", fn);
-  while (i < P_COUNT && (!l->has[i] || at-- > 0)) i++;
+  while (index >= 0 && i < P_COUNT && (!l->has[i] || at-- > 0)) i++;
   if (index < 0 || i == P_COUNT)
     return moe__fail(MOE_ERR_INVALID, "%s: index %lld is past the last", fn, (long long)index);
   lay_params(l, 0, &pa, p);

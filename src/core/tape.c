@@ -12,13 +12,6 @@
 #define DEFAULT_BLOCK ((uint64_t)64 << 20)
 #define ALIGNMENT 256
 
-enum op_id {
-#define OP(name, family) OP_##name,
-#include "core/ops.def"
-#undef OP
-  OP_COUNT
-};
-
 struct block {
   moe_span span;
 };
@@ -69,7 +62,6 @@ struct moe_tape {
   int64_t flags; /* of the present backward */
   moe_status status;
   char error[512];
-  char ready[OP_COUNT][MOE_F16 + 1];
 };
 
 /* ---- errors, values, memory ------------------------------------------------------------------------------------ */
@@ -81,16 +73,13 @@ static void fail(moe_tape *t, moe_status st)
 }
 #define FAIL(t, st, ...) (fail(t, moe__fail(st, __VA_ARGS__)), (moe_value){ 0 })
 
-/* Runs an op on the tape's queue, compiled at its first use with this dtype. */
+/* Runs an op on the tape's queue; compiles it where this is its first use. */
 #define RUN(t, op, ...)                                                                                                \
   do {                                                                                                                 \
     const struct moe__args_##op args_ = { __VA_ARGS__ };                                                               \
-    moe_status st_ = MOE_OK;                                                                                           \
+    moe_status st_;                                                                                                    \
     if ((t)->status) break;                                                                                            \
-    if (!(t)->ready[OP_##op][args_.dtype]) {                                                                           \
-      st_ = moe__prepare_##op((t)->q->ctx, &args_, MOE_AUTO);                                                          \
-      if (!st_) (t)->ready[OP_##op][args_.dtype] = 1;                                                                  \
-    }                                                                                                                  \
+    st_ = moe__prepare_##op((t)->q->ctx, &args_, MOE_AUTO);                                                            \
     if (!st_) st_ = moe__run_##op((t)->q, &args_, MOE_AUTO);                                                           \
     fail(t, st_);                                                                                                      \
   } while (0)
@@ -792,6 +781,9 @@ static void walk_back(moe_tape *t, moe_value of, moe_value seed)
       moe_value g = new_value(t, v->bound, 0);
       if (g.id) t->values[i].grad = g;
     } else if (v->grad.id) into_bound(t, v->bound, at(t, v->grad)->t, t->flags & MOE_ACCUMULATE);
+    else if (!(t->flags & MOE_ACCUMULATE)) /* `of` does not depend on it: zero, not what an earlier call left */
+      RUN(t, elt_map, .dtype = real_of(v->bound.dtype), .y = flat(v->bound), .op = MOE__ELT_FILL,
+          .n = moe_tensor_count(&v->bound));
   }
 }
 

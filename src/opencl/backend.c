@@ -543,15 +543,19 @@ static moe_status build_failed(const struct moe__dev *dev, cl_program program, c
 static moe_status build(struct moe__dev *dev, const struct moe__source *source, int dtype, cl_program *out)
 {
   const struct moe__source *common = &moe__cl_sources[0];
-  char second[96], what[96], options[160];
+  /* Division and square root rounded correctly, as CUDA does them, where the device can. */
+  const int rounds =
+      (device_number(dev->device, CL_DEVICE_SINGLE_FP_CONFIG) & CL_FP_CORRECTLY_ROUNDED_DIVIDE_SQRT) != 0;
+  char second[96], what[96], options[200];
   const char *strings[4] = { "#line 1 \"common.clh\"\n", (const char *)common->data, second,
                              (const char *)source->data };
   const size_t sizes[4] = { 0, common->size, 0, source->size }; /* 0: ends with NUL */
   cl_int code = CL_SUCCESS;
   snprintf(second, sizeof second, "\n#line 1 \"%.64s.cl\"\n", source->name);
   snprintf(what, sizeof what, "program %.64s (%s)", source->name, moe_dtype_name(dtype));
-  snprintf(options, sizeof options, "-cl-std=CL1.2 -DMOE_ST_%s -DMOE_VW=%d -DMOE_LOCAL_BYTES=%lld%s", variants[dtype],
+  snprintf(options, sizeof options, "-cl-std=CL1.2 -DMOE_ST_%s -DMOE_VW=%d -DMOE_LOCAL_BYTES=%lld%s%s", variants[dtype],
            dev->info.vector_width, (long long)dev->info.pub.local_memory,
+           rounds ? " -cl-fp32-correctly-rounded-divide-sqrt" : "",
            dev->info.pub.kind == MOE_DEVICE_CPU ? " -DMOE_CPU=1" : "");
   *out = moe__cl_made(moe__cl.clCreateProgramWithSource(dev->context, 4, strings, sizes, &code));
   if (!*out) return fail(MOE_ERR_BUILD, dev, code, what);

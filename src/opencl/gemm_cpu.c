@@ -15,9 +15,9 @@ moe_status moe__cl_multiply(moe_queue *q, int64_t dtype, const struct moe__cl_pr
                 T_(p->b.x[0]), T_(p->b.x[1]), T_(p->bias[0]), T_(p->bias[1]), T_(p->offs), T_(p->a.map), T_(p->b.map),
                 L_(p->E), L_(p->M), L_(p->N), L_(p->K), L_(p->c_expert), L_(p->c_row), L_(p->c_col), L_(p->a.row),
                 L_(p->a.k), L_(p->b.expert), L_(p->b.row), L_(p->b.k), L_(p->bias_expert), L_(p->bias_stride),
-                I_(p->mode), I_(p->halves), I_(p->parts), I_(divisor(p->a.div)),
-                I_(divisor(p->b.div)), I_(p->c[0].dtype),
-                I_(p->bias[!p->bias[0].handle].dtype), I_(p->bias_rows), I_(p->accumulate), R_(p->alpha));
+                I_(p->mode), I_(p->halves), I_(p->parts), I_(divisor(p->a.div)), I_(divisor(p->b.div)),
+                I_(p->c[0].dtype), I_(p->bias[!p->bias[0].handle].dtype), I_(p->bias_rows), I_(p->accumulate),
+                R_(p->alpha));
 }
 
 void moe__cl_swap(struct moe__cl_product *p)
@@ -43,12 +43,22 @@ static moe_status run_gemm(moe_queue *q, const struct moe__args_gemm *args)
 {
   const moe_tensor *c = &args->c;
   struct moe__cl_product p = {
-    .mode = MOE__CL_DENSE, .halves = 1, .parts = 1, .E = 1, .M = args->M, .N = args->N, .K = args->K,
-    .c = { *c }, .c_row = c->stride[0], .c_col = c->stride[1],
-    .bias = { args->bias }, .bias_stride = args->bias.stride[0],
+    .mode = MOE__CL_DENSE,
+    .halves = 1,
+    .parts = 1,
+    .E = 1,
+    .M = args->M,
+    .N = args->N,
+    .K = args->K,
+    .c = { *c },
+    .c_row = c->stride[0],
+    .c_col = c->stride[1],
+    .bias = { args->bias },
+    .bias_stride = args->bias.stride[0],
     .a = { .x = { args->a }, .row = args->a.stride[0], .k = args->a.stride[1], .div = 1 },
     .b = { .x = { args->b }, .row = args->b.stride[0], .k = args->b.stride[1], .div = 1 },
-    .accumulate = args->accumulate, .alpha = args->alpha,
+    .accumulate = args->accumulate,
+    .alpha = args->alpha,
   };
   if (c->stride[0] == 1 && (c->stride[1] != 1 || args->N == 1)) moe__cl_swap(&p);
   return moe__cl_multiply(q, args->dtype, &p);

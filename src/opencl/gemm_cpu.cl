@@ -44,12 +44,10 @@ typedef float4 REAL4;
 #define BLOCK_N (32 / NR * NR)
 #endif
 
-#if defined(__has_builtin)
-#if __has_builtin(__builtin_prefetch)
+/* OpenCL's prefetch() does nothing on PoCL, its compiler's own does. */
+#ifdef POCL_DEVICE_ADDRESS_BITS
 #define PREFETCH(p) __builtin_prefetch((const void *)(ulong)(p), 0, 3)
-#endif
-#endif
-#ifndef PREFETCH
+#else
 #define PREFETCH(p) (void)0
 #endif
 #define AHEAD 16 /* rows */
@@ -168,7 +166,7 @@ FN void pack(LOCAL REAL *to, int width, struct operand o, long i0, int n, long k
     if (add) {                                                                                                         \
       UNROLL for (int i = 0; i < ROWS; i++) UNROLL for (int v = 0; v < NV; v++) s[i][v] += VLOAD(i * NV + v, sums);    \
     }                                                                                                                  \
-    UNROLL for (int i = 0; i < ROWS; i++) UNROLL for (int v = 0; v < NV; v++) VSTORE(s[i][v], i * NV + v, sums);       \
+    UNROLL for (int i = 0; i < ROWS; i++) UNROLL for (int v = 0; v < NV; v++) VSTORE(s[i][v], i *NV + v, sums);        \
   }
 TILE(tile, MR)
 #if MR > FEW
@@ -197,7 +195,8 @@ FN void store(const struct product *p, const LOCAL REAL *sums, const LOCAL REAL 
   const long at = p->c_at + (p->c_first + i) * p->c_row + j * p->c_col;
   for (int r = 0; r < h; r++) {
     const long row = at + r * p->c_row;
-    const REAL shift = biased && p->bias_rows ? ldx(p->bias, p->bias_at + (i + r) * p->bias_stride, p->bias_type) : R(0.0);
+    const REAL shift =
+        biased && p->bias_rows ? ldx(p->bias, p->bias_at + (i + r) * p->bias_stride, p->bias_type) : R(0.0);
     if (vectors && w == NR) {
       GLOBAL REAL *c = (GLOBAL REAL *)p->c + row;
       UNROLL for (int v = 0; v < NV; v++)
@@ -220,8 +219,8 @@ FN void store(const struct product *p, const LOCAL REAL *sums, const LOCAL REAL 
 
 /* Rows i0..i0+m-1, columns j0..j0+n-1 (n <= BLOCK_N) of a product.  Partial sums over k are added up in C where C is
    stored as REAL along rows, else in local memory for BLOCK_M rows at a time. */
-FN void block(const struct product *p, LOCAL REAL *la, LOCAL REAL *lb, LOCAL REAL *lc, LOCAL REAL *bias, long i0, long m,
-              long j0, int n)
+FN void block(const struct product *p, LOCAL REAL *la, LOCAL REAL *lb, LOCAL REAL *lc, LOCAL REAL *bias, long i0,
+              long m, long j0, int n)
 {
   const int part_blocks = (int)MAX2((p->depth + BLOCK_K - 1) / BLOCK_K, 1L), blocks = part_blocks * p->parts;
   const int vectors = p->c_col == 1 && p->c_type == (sizeof(REAL) == 4 ? DT_F32 : DT_F64);
@@ -284,16 +283,16 @@ FN void block(const struct product *p, LOCAL REAL *la, LOCAL REAL *lb, LOCAL REA
    Bytes: A once for each BLOCK_N columns, B once for each group that has a share of it, C once (REAL) for each
    BLOCK_K. */
 LOCAL_SIZE(1)
-KERNEL(multiply)(TENSOR(uchar, c0), TENSOR(uchar, c1), TENSOR(const ST, a0), TENSOR(const ST, a1), TENSOR(const ST, b0),
-                 TENSOR(const ST, b1), TENSOR(const uchar, bias0), TENSOR(const uchar, bias1), TENSOR(const int, offs),
-                 TENSOR(const int, a_map), TENSOR(const int, b_map), long E, long M, long N, long K, long c_expert,
-                 long c_row, long c_col, long a_row, long a_k, long b_expert, long b_row, long b_k, long bias_expert,
-                 long bias_stride, int mode, int halves, int parts, int a_div, int b_div, int c_type, int bias_type,
-                 int bias_rows, int accumulate, REAL alpha)
+KERNEL(multiply)
+(TENSOR(uchar, c0), TENSOR(uchar, c1), TENSOR(const ST, a0), TENSOR(const ST, a1), TENSOR(const ST, b0),
+ TENSOR(const ST, b1), TENSOR(const uchar, bias0), TENSOR(const uchar, bias1), TENSOR(const int, offs),
+ TENSOR(const int, a_map), TENSOR(const int, b_map), long E, long M, long N, long K, long c_expert, long c_row,
+ long c_col, long a_row, long a_k, long b_expert, long b_row, long b_k, long bias_expert, long bias_stride, int mode,
+ int halves, int parts, int a_div, int b_div, int c_type, int bias_type, int bias_rows, int accumulate, REAL alpha)
 {
-  LOCAL_ARRAY(REAL, la, BLOCK_M *BLOCK_K);
-  LOCAL_ARRAY(REAL, lb, BLOCK_N *BLOCK_K);
-  LOCAL_ARRAY(REAL, lc, BLOCK_M *BLOCK_N);
+  LOCAL_ARRAY(REAL, la, BLOCK_M * BLOCK_K);
+  LOCAL_ARRAY(REAL, lb, BLOCK_N * BLOCK_K);
+  LOCAL_ARRAY(REAL, lc, BLOCK_M * BLOCK_N);
   LOCAL_ARRAY(REAL, bias, BLOCK_N);
   AT(a0);
   AT(a1);

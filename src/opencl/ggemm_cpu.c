@@ -21,14 +21,30 @@ static moe_status run_ggemm_rows(moe_queue *q, const struct moe__args_ggemm_rows
   const moe_tensor *a = &args->a, *b = args->b, *c = &args->c;
   const moe_tensor *bias = args->bias[0].handle || !split_n ? &args->bias[0] : &args->bias[1];
   struct moe__cl_product p = {
-    .mode = MOE__CL_ROWS, .halves = 1 + split_n, .parts = 1 + split_k, .E = args->E, .N = N, .K = K,
-    .c = { *c, moe__cl_behind(*c, N * c->stride[1]) }, .c_row = c->stride[0], .c_col = c->stride[1],
-    .bias = { args->bias[0], args->bias[split_n] }, .bias_expert = bias->stride[0], .bias_stride = bias->stride[1],
-    .a = { .x = { *a, split_k ? moe__cl_behind(*a, K * a->stride[1]) : *a }, .map = args->map, .row = a->stride[0],
-           .k = a->stride[1], .div = args->div },
-    .b = { .x = { b[0], b[args->split != 0] }, .expert = b->stride[0], .row = b->stride[1], .k = b->stride[2],
+    .mode = MOE__CL_ROWS,
+    .halves = 1 + split_n,
+    .parts = 1 + split_k,
+    .E = args->E,
+    .N = N,
+    .K = K,
+    .c = { *c, moe__cl_behind(*c, N * c->stride[1]) },
+    .c_row = c->stride[0],
+    .c_col = c->stride[1],
+    .bias = { args->bias[0], args->bias[split_n] },
+    .bias_expert = bias->stride[0],
+    .bias_stride = bias->stride[1],
+    .a = { .x = { *a, split_k ? moe__cl_behind(*a, K * a->stride[1]) : *a },
+           .map = args->map,
+           .row = a->stride[0],
+           .k = a->stride[1],
+           .div = args->div },
+    .b = { .x = { b[0], b[args->split != 0] },
+           .expert = b->stride[0],
+           .row = b->stride[1],
+           .k = b->stride[2],
            .div = 1 },
-    .offs = args->offs, .alpha = 1,
+    .offs = args->offs,
+    .alpha = 1,
   };
   return moe__cl_multiply(q, args->dtype, &p);
 }
@@ -51,12 +67,25 @@ static moe_status run_ggemm_wgrad(moe_queue *q, const struct moe__args_ggemm_wgr
   const int64_t M = args->split ? args->M / 2 : args->M;
   const moe_tensor *c = args->c, *x = &args->p, *y = &args->q;
   struct moe__cl_product p = {
-    .mode = MOE__CL_WGRAD, .halves = 1 + (args->split != 0), .parts = 1, .E = args->E, .M = M, .N = args->N,
-    .c = { c[0], c[args->split != 0] }, .c_expert = c->stride[0], .c_row = c->stride[1], .c_col = c->stride[2],
-    .a = { .x = { *x, moe__cl_behind(*x, M * x->stride[1]) }, .map = args->pmap, .row = x->stride[1],
-           .k = x->stride[0], .div = args->pdiv },
+    .mode = MOE__CL_WGRAD,
+    .halves = 1 + (args->split != 0),
+    .parts = 1,
+    .E = args->E,
+    .M = M,
+    .N = args->N,
+    .c = { c[0], c[args->split != 0] },
+    .c_expert = c->stride[0],
+    .c_row = c->stride[1],
+    .c_col = c->stride[2],
+    .a = { .x = { *x, moe__cl_behind(*x, M * x->stride[1]) },
+           .map = args->pmap,
+           .row = x->stride[1],
+           .k = x->stride[0],
+           .div = args->pdiv },
     .b = { .x = { *y, *y }, .map = args->qmap, .row = y->stride[1], .k = y->stride[0], .div = args->qdiv },
-    .offs = args->offs, .accumulate = args->accumulate, .alpha = 1,
+    .offs = args->offs,
+    .accumulate = args->accumulate,
+    .alpha = 1,
   };
   if (c->stride[1] == 1 && (c->stride[2] != 1 || args->N == 1)) moe__cl_swap(&p);
   return moe__cl_multiply(q, args->dtype, &p);
@@ -82,9 +111,9 @@ static moe_status run_ggemm_colsum(moe_queue *q, const struct moe__args_ggemm_co
   const moe_tensor *c = args->c;
   if (args->N == 0) return MOE_OK;
   return LAUNCH(q, &K, args->dtype, moe__cl_groups(q), 1, 1, 1, T_(c[0]), T_(c[1]), T_(args->p), T_(args->weights),
-                T_(args->offs), T_(args->map), L_(args->E), L_(args->N / halves), L_(c[0].stride[0]), L_(c[0].stride[1]),
-                L_(c[1].stride[0]), L_(c[1].stride[1]), L_(args->p.stride[0]), I_(c[0].dtype), I_(c[1].dtype),
-                I_(halves), I_(args->div < INT32_MAX ? args->div : INT32_MAX), I_(args->accumulate));
+                T_(args->offs), T_(args->map), L_(args->E), L_(args->N / halves), L_(c[0].stride[0]),
+                L_(c[0].stride[1]), L_(c[1].stride[0]), L_(c[1].stride[1]), L_(args->p.stride[0]), I_(c[0].dtype),
+                I_(c[1].dtype), I_(halves), I_(args->div < INT32_MAX ? args->div : INT32_MAX), I_(args->accumulate));
 }
 
 const struct moe__impl_ggemm_colsum moe__cl_ggemm_colsum[] = {

@@ -12,9 +12,10 @@
    runs of a block; an item for each column, the obvious version, reads a row's neighbours at different times, and a
    scatter of rows needs atomics: 20 times slower.  Bytes: p once; c once. */
 LOCAL_SIZE(1)
-KERNEL(colsum)(TENSOR(uchar, c0), TENSOR(uchar, c1), TENSOR(const ST, p), TENSOR(const REAL, weights),
-               TENSOR(const int, offs), TENSOR(const int, map), long E, long N, long c0_expert, long c0_col,
-               long c1_expert, long c1_col, long p_row, int c0_type, int c1_type, int halves, int div, int accumulate)
+KERNEL(colsum)
+(TENSOR(uchar, c0), TENSOR(uchar, c1), TENSOR(const ST, p), TENSOR(const REAL, weights), TENSOR(const int, offs),
+ TENSOR(const int, map), long E, long N, long c0_expert, long c0_col, long c1_expert, long c1_col, long p_row,
+ int c0_type, int c1_type, int halves, int div, int accumulate)
 {
   LOCAL_ARRAY(REAL, chunk_sum, BLOCK);
   LOCAL_ARRAY(REAL, sum, BLOCK);

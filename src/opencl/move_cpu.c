@@ -18,8 +18,8 @@ static moe_status run_combine(moe_queue *q, const struct moe__args_combine *args
   static const struct moe__kernel K = { "move_cpu", "combine_rows" };
   if (args->T == 0 || args->D == 0) return MOE_OK;
   return LAUNCH(q, &K, args->dtype, moe__cl_groups(q), 1, 1, 1, T_(args->y), L_(args->y.stride[0]), T_(args->rows),
-                L_(args->rows.stride[0]), T_(args->weights), T_(args->slot2row), T_(args->add),
-                L_(args->add.stride[0]), L_(args->T), L_(args->K), L_(args->D), I_(args->unweighted));
+                L_(args->rows.stride[0]), T_(args->weights), T_(args->slot2row), T_(args->add), L_(args->add.stride[0]),
+                L_(args->T), L_(args->K), L_(args->D), I_(args->unweighted));
 }
 
 const struct moe__impl_combine moe__cl_combine[] = {

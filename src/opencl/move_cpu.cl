@@ -13,7 +13,7 @@
     VEC s[n];                                                                                                          \
     UNROLL for (int v = 0; v < n; v++) s[v] = R(0.0);                                                                  \
     for (long k = 0; k < K; k++) {                                                                                     \
-      const long r = slot2row[t * K + k];                                                                              \
+      const long r = slot2row ? slot2row[t * K + k] : t * K + k;                                                       \
       const REAL given = weights ? weights[t * K + k] : R(1.0), w = unweighted ? R(1.0) : given;                       \
       if (r >= 0) {                                                                                                    \
         UNROLL for (int v = 0; v < n; v++) s[v] += w * ldv(rows + r * r_row + c + v * VW);                             \
@@ -28,14 +28,14 @@
   } while (0)
 
 LOCAL_SIZE(1)
-KERNEL(combine_rows)(TENSOR(ST, y), long y_row, TENSOR(const ST, rows), long r_row, TENSOR(const REAL, weights),
-                     TENSOR(const int, slot2row), TENSOR(const ST, add), long a_row, long T, long K, long D,
-                     int unweighted)
+KERNEL(combine_rows)
+(TENSOR(ST, y), long y_row, TENSOR(const ST, rows), long r_row, TENSOR(const REAL, weights),
+ TENSOR(const int, slot2row), TENSOR(const ST, add), long a_row, long T, long K, long D, int unweighted)
 {
   AT(y);
   AT(rows);
   AT_OPT(weights);
-  AT(slot2row);
+  AT_OPT(slot2row);
   AT_OPT(add);
   for (long t = T * GROUP(0) / GROUPS(0); t < T * (GROUP(0) + 1) / GROUPS(0); t++) {
     long c = 0;
@@ -44,7 +44,7 @@ KERNEL(combine_rows)(TENSOR(ST, y), long y_row, TENSOR(const ST, rows), long r_r
     for (; c < D; c++) {
       REAL s = R(0.0);
       for (long k = 0; k < K; k++) {
-        const long r = slot2row[t * K + k];
+        const long r = slot2row ? slot2row[t * K + k] : t * K + k;
         const REAL given = weights ? weights[t * K + k] : R(1.0);
         if (r >= 0) s += (unweighted ? R(1.0) : given) * ld(rows, r * r_row + c);
         else if (!IS_FINITE(given)) s = REAL_NAN;

@@ -81,16 +81,23 @@ static moe_status run_select(moe_queue *q, const struct moe__args_select *args)
   const struct moe__select *s = &args->select;
   const int sigmoid = s->kind == MOE__SELECT_GROUPED_SIGMOID;
   const struct moe__args_weights weights = {
-    .dtype = args->dtype, .weights = args->weights, .logits = args->logits, .ids = args->ids, .T = args->T,
-    .E = args->E, .K = s->K,
+    .dtype = args->dtype,
+    .weights = args->weights,
+    .logits = args->logits,
+    .ids = args->ids,
+    .T = args->T,
+    .E = args->E,
+    .K = s->K,
     .weigh = { sigmoid ? MOE__SIGMOID : MOE__SOFTMAX, s->renormalize, s->scale, 0 },
   };
   if (args->T == 0) return MOE_OK;
   MOE__TRY(LAUNCH(q, &K, moe__real(args->dtype), moe__cl_groups(q), 1, 1, 1, T_(args->ids), T_(args->logits),
                   I_(args->logits.dtype), L_(args->logits.stride[0]), L_(args->logits.stride[1]), T_(args->bias),
                   L_(args->T), I_(args->E), I_(s->K),
-                  I_(sigmoid ? BY_SIGMOID : args->bias.handle ? BY_SOFTMAX : BY_LOGIT), I_(sigmoid ? s->groups : 0),
-                  I_(s->selected_groups), I_(s->group_top_two)));
+                  I_(sigmoid             ? BY_SIGMOID
+                     : args->bias.handle ? BY_SOFTMAX
+                                         : BY_LOGIT),
+                  I_(sigmoid ? s->groups : 0), I_(s->selected_groups), I_(s->group_top_two)));
   return args->weights.handle ? run_weights(q, &weights) : MOE_OK;
 }
 

@@ -81,7 +81,7 @@ FN REAL sum_of(const LOCAL REAL *row, int n, int some)
   }
   REAL lane[VW];
   VSTORE(sum, 0, lane);
-  UNROLL for (int n = VW / 2; n; n /= 2) UNROLL for (int j = 0; j < n; j++) lane[j] += lane[j + n];
+  UNROLL for (int h = VW / 2; h; h /= 2) UNROLL for (int j = 0; j < h; j++) lane[j] += lane[j + h];
   return lane[0];
 }
 
@@ -170,8 +170,9 @@ FN int take_best(LOCAL key *keys, int count)
 
 /* ids[t,:] = the K best experts of token t, best first; parameters as those of route_select (kernels/route.cl). */
 LOCAL_SIZE(1)
-KERNEL(select_rows)(TENSOR(int, ids), TENSOR(const uchar, logits), int type, long s0, long s1, TENSOR(const REAL, bias),
-                    long T, int E, int K, int rule, int groups, int keep, int top_two)
+KERNEL(select_rows)
+(TENSOR(int, ids), TENSOR(const uchar, logits), int type, long s0, long s1, TENSOR(const REAL, bias), long T, int E,
+ int K, int rule, int groups, int keep, int top_two)
 {
   LOCAL_ARRAY(REAL, row, ROOM);
   LOCAL_ARRAY(key, keys, ROOM);
@@ -259,9 +260,9 @@ FN struct norm normalize(LOCAL REAL *row, LOCAL REAL *slots, LOCAL REAL *work, c
 
 /* weights[t,k] = scale * s_k / Z; NaN and HEALTH_ID for a token with an id outside [0,E). */
 LOCAL_SIZE(1)
-KERNEL(weights_rows)(TENSOR(REAL, weights), TENSOR(const uchar, logits), int type, long s0, long s1,
-                     TENSOR(const int, ids), TENSOR(int, health), long T, int E, int K, int score, int norm, REAL scale,
-                     REAL epsilon)
+KERNEL(weights_rows)
+(TENSOR(REAL, weights), TENSOR(const uchar, logits), int type, long s0, long s1, TENSOR(const int, ids),
+ TENSOR(int, health), long T, int E, int K, int score, int norm, REAL scale, REAL epsilon)
 {
   LOCAL_ARRAY(REAL, row, ROOM);
   LOCAL_ARRAY(REAL, slots, ROOM);
@@ -283,9 +284,10 @@ KERNEL(weights_rows)(TENSOR(REAL, weights), TENSOR(const uchar, logits), int typ
 /* dlogits[t,:] (+)= the gradient of route_weights_bwd (kernels/route.cl): for a softmax over E every expert gets
    -p_e * sum_k w_k (d_k - c); then each expert among the ids, at its first slot, what flows through all its slots. */
 LOCAL_SIZE(1)
-KERNEL(weights_bwd_rows)(TENSOR(uchar, dlogits), int d_type, long d0, long d1, TENSOR(const REAL, dweights),
-                         TENSOR(const uchar, logits), int type, long s0, long s1, TENSOR(const int, ids), long T, int E,
-                         int K, int score, int norm, REAL scale, REAL epsilon, int accumulate)
+KERNEL(weights_bwd_rows)
+(TENSOR(uchar, dlogits), int d_type, long d0, long d1, TENSOR(const REAL, dweights), TENSOR(const uchar, logits),
+ int type, long s0, long s1, TENSOR(const int, ids), long T, int E, int K, int score, int norm, REAL scale,
+ REAL epsilon, int accumulate)
 {
   LOCAL_ARRAY(REAL, row, ROOM);
   LOCAL_ARRAY(REAL, slots, ROOM);

@@ -7,7 +7,7 @@ struct how {
   int in_place, aw, dweights, weighted, mapped, plane, accumulate;
 };
 
-static const struct moe__act gpt_oss = {MOE__ACT_SILU, 1, 1.702, 7, 1};
+static const struct moe__act gpt_oss = { MOE__ACT_SILU, 1, 1.702, 7, 1 };
 
 /* offs[E+1]: any split of `rows` rows; only the last entry matters here. */
 static moe_tensor offsets(struct conform *c, int64_t E, int64_t rows)
@@ -27,7 +27,7 @@ static moe_tensor below(const moe_tensor *t, int64_t rows)
 
 static int begin(struct conform *c, int64_t dtype, const struct how *h)
 {
-  static const char *const names[] = {"", "identity", "relu", "relu2", "gelu", "gelu_tanh", "silu", "sigmoid"};
+  static const char *const names[] = { "", "identity", "relu", "relu2", "gelu", "gelu_tanh", "silu", "sigmoid" };
   return c_begin(c, dtype, "%s%s%s R=%lld F=%lld%s%s%s%s%s%s%s%s", names[h->act.kind], h->act.gated ? " gated" : "",
                  h->act.limit > 0 ? " clamped" : "", (long long)h->R, (long long)h->F, h->E ? " offs" : "",
                  h->in_place ? " in place" : "", h->aw ? " aw" : "", h->dweights ? " dweights" : "",
@@ -38,7 +38,7 @@ static int begin(struct conform *c, int64_t dtype, const struct how *h)
 /* h in a range where every branch is met; the first values are those of cases.md's gpt-oss example. */
 static num *inputs(struct conform *c, int64_t dtype, const struct how *h)
 {
-  static const double gate[] = {1, 8, -8, 0.5, 7, -7}, up[] = {2, -9, 9, -3, 7, -7};
+  static const double gate[] = { 1, 8, -8, 0.5, 7, -7 }, up[] = { 2, -9, 9, -3, 7, -7 };
   int64_t width = h->act.gated ? 2 * h->F : h->F;
   num *x = t_uniform(&c->m, h->R * width, dtype, h->act.limit > 0 ? 10 : 4);
   for (int64_t f = 0; f < 6 && f < h->F && h->R > 0; f++) {
@@ -52,7 +52,7 @@ static num *inputs(struct conform *c, int64_t dtype, const struct how *h)
 static void fwd_case(struct conform *c, int64_t dtype, struct how h)
 {
   if (!begin(c, dtype, &h)) return;
-  struct moe__args_act_fwd args = {.dtype = dtype, .R = h.R, .F = h.F, .E = h.E, .act = h.act};
+  struct moe__args_act_fwd args = { .dtype = dtype, .R = h.R, .F = h.F, .E = h.E, .act = h.act };
   int64_t rows = h.E ? h.rows : h.R, width = h.act.gated ? 2 * h.F : h.F;
   num *in = inputs(c, dtype, &h), *want = t_nums(&c->m, rows * h.F);
   int layout = h.F % 2 ? T_ODD : T_PACKED;
@@ -72,7 +72,7 @@ static void fwd_case(struct conform *c, int64_t dtype, struct how h)
 static void bwd_case(struct conform *c, int64_t dtype, struct how h)
 {
   if (!begin(c, dtype, &h)) return;
-  struct moe__args_act_bwd args = {.dtype = dtype, .R = h.R, .F = h.F, .E = h.E, .plane = h.plane};
+  struct moe__args_act_bwd args = { .dtype = dtype, .R = h.R, .F = h.F, .E = h.E, .plane = h.plane };
   args.accumulate = h.accumulate;
   args.act = h.act;
   int64_t rows = h.E ? h.rows : h.R, width = h.act.gated ? 2 * h.F : h.F, real = c_real(dtype);
@@ -111,9 +111,9 @@ static void bwd_case(struct conform *c, int64_t dtype, struct how h)
 /* The numbers of cases.md B19 themselves, so that the reference is checked too. */
 static void known_case(struct conform *c, int64_t dtype)
 {
-  static const double a[] = {2.5373873, -41.9997188, -7.8131e-5, -.7007769};
-  static const double dgate[] = {3.2033388, 0, -1.2321e-4, -1.7584438}, dup[] = {.8457958, 0, 0, .3503884};
-  static const double in[] = {1, 8, -8, .5, 2, -9, 9, -3};
+  static const double a[] = { 2.5373873, -41.9997188, -7.8131e-5, -.7007769 };
+  static const double dgate[] = { 3.2033388, 0, -1.2321e-4, -1.7584438 }, dup[] = { .8457958, 0, 0, .3503884 };
+  static const double in[] = { 1, 8, -8, .5, 2, -9, 9, -3 };
   num h[8], da[4], got_a[4], dh[8];
   if (!c_begin(c, dtype, "gpt-oss numbers")) return;
   for (int i = 0; i < 8; i++) h[i] = n_exact(in[i]);
@@ -129,14 +129,14 @@ static void known_case(struct conform *c, int64_t dtype)
   c_end(c);
 }
 
-static const int64_t tokens[] = {3, 1, 0, 9, 33, 65, 2, 127}, widths[] = {7, 64, 16, 129, 1, 65, 127, 63};
+static const int64_t tokens[] = { 3, 1, 0, 9, 33, 65, 2, 127 }, widths[] = { 7, 64, 16, 129, 1, 65, 127, 63 };
 
 static struct moe__act kind_of(int64_t i)
 {
-  struct moe__act act = {MOE__ACT_IDENTITY + i % 7, i / 7 % 2, 0, 0, 0};
+  struct moe__act act = { MOE__ACT_IDENTITY + i % 7, i / 7 % 2, 0, 0, 0 };
   if (i == 14) return gpt_oss;
-  if (i == 15) act = (struct moe__act){MOE__ACT_GELU, 1, 0, 3, 0};
-  if (i == 16) act = (struct moe__act){MOE__ACT_SILU, 0, 1.5, 0, 0};
+  if (i == 15) act = (struct moe__act){ MOE__ACT_GELU, 1, 0, 3, 0 };
+  if (i == 16) act = (struct moe__act){ MOE__ACT_SILU, 0, 1.5, 0, 0 };
   return act;
 }
 
@@ -146,11 +146,12 @@ void conform_act_fwd(struct conform *c)
     known_case(c, c_dtypes[d]);
     for (int64_t i = 0; i < 17; i++) {
       int64_t R = tokens[(i + d) % 8], F = widths[(i + 2 * d) % 8];
-      fwd_case(c, c_dtypes[d], (struct how){.R = R, .F = F, .act = kind_of(i)});
-      if (c->effort != SMALL) fwd_case(c, c_dtypes[d], (struct how){.R = R + 8, .F = 9, .E = 3, .rows = R, .act = kind_of(i)});
+      fwd_case(c, c_dtypes[d], (struct how){ .R = R, .F = F, .act = kind_of(i) });
+      if (c->effort != SMALL)
+        fwd_case(c, c_dtypes[d], (struct how){ .R = R + 8, .F = 9, .E = 3, .rows = R, .act = kind_of(i) });
     }
-    fwd_case(c, c_dtypes[d], (struct how){.R = 8, .F = 6, .E = 2, .rows = 0, .act = gpt_oss});
-    if (c->effort == LONG) fwd_case(c, c_dtypes[d], (struct how){.R = 521, .F = 1031, .act = gpt_oss});
+    fwd_case(c, c_dtypes[d], (struct how){ .R = 8, .F = 6, .E = 2, .rows = 0, .act = gpt_oss });
+    if (c->effort == LONG) fwd_case(c, c_dtypes[d], (struct how){ .R = 521, .F = 1031, .act = gpt_oss });
   }
 }
 
@@ -159,7 +160,7 @@ void conform_act_bwd(struct conform *c)
   for (int64_t d = 0; d < C_DTYPES; d++) {
     int64_t dtype = c_dtypes[d];
     for (int64_t i = 0; i < 17; i++) {
-      struct how h = {.R = tokens[(i + d) % 8], .F = widths[(i + 3 * d) % 8], .act = kind_of(i)};
+      struct how h = { .R = tokens[(i + d) % 8], .F = widths[(i + 3 * d) % 8], .act = kind_of(i) };
       h.aw = h.dweights = h.weighted = 1;
       h.plane = (int)(i + d) % 2;
       h.accumulate = (int)(i / 2) % 2;
@@ -171,7 +172,7 @@ void conform_act_bwd(struct conform *c)
       bwd_case(c, dtype, h);
     }
     for (int plane = 0; plane < 2; plane++)
-      bwd_case(c, dtype, (struct how){8, 6, 2, 0, gpt_oss, 0, 1, 1, 1, 1, plane, 1});
-    if (c->effort == LONG) bwd_case(c, dtype, (struct how){521, 1031, 5, 500, gpt_oss, 1, 1, 1, 1, 1, 1, 0});
+      bwd_case(c, dtype, (struct how){ 8, 6, 2, 0, gpt_oss, 0, 1, 1, 1, 1, plane, 1 });
+    if (c->effort == LONG) bwd_case(c, dtype, (struct how){ 521, 1031, 5, 500, gpt_oss, 1, 1, 1, 1, 1, 1, 0 });
   }
 }

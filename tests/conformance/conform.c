@@ -11,17 +11,17 @@
 enum { MOST_LINES = 8 }; /* failures printed for one implementation */
 
 /* ---- cases ---------------------------------------------------------------------------------------------------- */
-const int64_t c_dtypes[C_DTYPES] = {MOE_F32, MOE_F64, MOE_BF16, MOE_F16};
+const int64_t c_dtypes[C_DTYPES] = { MOE_F32, MOE_F64, MOE_BF16, MOE_F16 };
 
 int64_t c_float(int64_t call, int64_t i)
 {
-  static const int64_t real64[2] = {MOE_F64, MOE_F32}, others[3] = {MOE_F32, MOE_BF16, MOE_F16};
+  static const int64_t real64[2] = { MOE_F64, MOE_F32 }, others[3] = { MOE_F32, MOE_BF16, MOE_F16 };
   return call == MOE_F64 ? real64[i % 2] : others[i % 3];
 }
 
 int c_layout(int64_t i)
 {
-  static const int layouts[5] = {T_PACKED, T_PAD, T_SWAP, T_STEP | T_PAD, T_ODD};
+  static const int layouts[5] = { T_PACKED, T_PAD, T_SWAP, T_STEP | T_PAD, T_ODD };
   return layouts[i % 5];
 }
 
@@ -118,13 +118,14 @@ moe_tensor c_health(struct conform *c)
 /* "name[3,4]" */
 static const char *element(char text[96], const char *what, const moe_tensor *t, int64_t at)
 {
-  int64_t index[MOE_RANK_MAX] = {0};
+  int64_t index[MOE_RANK_MAX] = { 0 };
   for (int d = t->rank - 1; d >= 0; d--) {
     index[d] = at % t->shape[d];
     at /= t->shape[d];
   }
   int n = snprintf(text, 96, "%s", what);
-  for (int d = 0; d < t->rank; d++) n += snprintf(text + n, 96 - (size_t)n, "%c%lld", d ? ',' : '[', (long long)index[d]);
+  for (int d = 0; d < t->rank; d++)
+    n += snprintf(text + n, 96 - (size_t)n, "%c%lld", d ? ',' : '[', (long long)index[d]);
   snprintf(text + n, 96 - (size_t)n, "]");
   return text;
 }
@@ -234,7 +235,7 @@ static void collect(struct tests *all, const moe_context *ctx)
   for (int i = 0; moe__impl_##op##_at(ctx, i); i++) {                                                                  \
     const struct moe__impl_##op *impl = moe__impl_##op##_at(ctx, i);                                                   \
     int portable = (impl->flags & MOE__PORTABLE) != 0;                                                                 \
-    add(all, (struct test){#op, impl->id, impl, conform_##op, portable, portable});                                    \
+    add(all, (struct test){ #op, impl->id, impl, conform_##op, portable, portable });                                  \
   }
 #include "core/ops.def"
 #undef OP
@@ -246,16 +247,17 @@ static void collect(struct tests *all, const moe_context *ctx)
     enum kind kind;
     const char *id;
   } expected[] = {
-#define EXPECT(on, name) {on, name},
+#define EXPECT(on, name) { on, name },
 #include "expect.def"
 #undef EXPECT
-      {CUDA, NULL}};
+    { CUDA, NULL }
+  };
   for (size_t e = 0; e < sizeof expected / sizeof *expected; e++) {
     int found = 0;
     if (expected[e].kind != kind || !expected[e].id) continue;
     for (int i = 0; i < all->n; i++)
       if (!strcmp(all->list[i].id, expected[e].id)) found = all->list[i].expected = 1;
-    if (!found) add(all, (struct test){"", expected[e].id, NULL, NULL, 0, 1});
+    if (!found) add(all, (struct test){ "", expected[e].id, NULL, NULL, 0, 1 });
   }
 }
 
@@ -361,9 +363,9 @@ static int run_tests(struct conform *c, const struct tests *all)
 
 int main(int argc, char **argv)
 {
-  struct options o = {.effort = getenv("MOE_TEST_LONG") ? LONG : SHORT};
-  struct conform c = {0};
-  struct tests all = {0};
+  struct options o = { .effort = getenv("MOE_TEST_LONG") ? LONG : SHORT };
+  struct conform c = { 0 };
+  struct tests all = { 0 };
   int rc = 2;
   if (argc > 1 && !strcmp(argv[1], "--help")) {
     fputs(usage, stdout);

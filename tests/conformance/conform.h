@@ -25,8 +25,8 @@ struct conform {
   moe_context *ctx;
   moe_queue *q;
   enum effort effort;
-  const char *id;   /* the implementation under test */
-  const void *impl; /* struct moe__impl_<op> */
+  const char *id;    /* the implementation under test */
+  const void *impl;  /* struct moe__impl_<op> */
   struct t_memory m; /* of the present case */
   char name[160];    /* of the present case */
   int64_t cases, failures;

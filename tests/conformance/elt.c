@@ -1,7 +1,7 @@
 /* elt.c - cases of the elementwise maps, the normal numbers and the full sum. */
 #include "conform.h"
 
-static const int64_t sizes[] = {1, 0, 65, 127, 64, 129, 63, 128, 1009, 257};
+static const int64_t sizes[] = { 1, 0, 65, 127, 64, 129, 63, 128, 1009, 257 };
 #define SIZES ((int64_t)(sizeof sizes / sizeof *sizes))
 
 enum alias { APART, Y_IS_A, Y_IS_B };
@@ -9,13 +9,15 @@ enum alias { APART, Y_IS_A, Y_IS_B };
 static void map_case(struct conform *c, int64_t dtype, int64_t op, int64_t n, int64_t y, int64_t a, int64_t b,
                      enum alias alias, int scaled)
 {
-  static const char *const names[] = {"copy", "fill", "add", "mul", "axpy", "sigmoid"};
+  static const char *const names[] = { "copy", "fill", "add", "mul", "axpy", "sigmoid" };
   int has_a = op != MOE__ELT_FILL, has_b = op == MOE__ELT_ADD || op == MOE__ELT_MUL || op == MOE__ELT_AXPY;
   if ((alias == Y_IS_A && (y != a || !has_a)) || (alias == Y_IS_B && (y != b || !has_b))) return;
   if (!c_begin(c, dtype, "%s n=%lld %s<-%s,%s%s%s", names[op], (long long)n, moe_dtype_name(y), moe_dtype_name(a),
                moe_dtype_name(b), alias ? " in place" : "", scaled ? " scale" : ""))
     return;
-  struct moe__args_elt_map args = {.dtype = dtype, .op = op, .n = n, .alpha = op == MOE__ELT_COPY && !scaled ? 1 : 0.7};
+  struct moe__args_elt_map args = {
+    .dtype = dtype, .op = op, .n = n, .alpha = op == MOE__ELT_COPY && !scaled ? 1 : 0.7
+  };
   num *va = t_uniform(&c->m, n, a, op == MOE__ELT_SIGMOID ? 30 : 2), *vb = t_uniform(&c->m, n, b, 2);
   num *scale = t_uniform(&c->m, 1, c_real(dtype), 1), *want = t_nums(&c->m, n);
   int layout = n % 2 ? T_ODD : T_PACKED;
@@ -55,7 +57,7 @@ static void normal_case(struct conform *c, int64_t dtype, int64_t y, int64_t n, 
   if (!c_begin(c, dtype, "%s n=%lld seed=%lld stream=%lld", moe_dtype_name(y), (long long)n, (long long)seed,
                (long long)stream))
     return;
-  struct moe__args_elt_normal args = {.dtype = dtype, .n = n, .seed = seed, .stream = stream, .stddev = 0.02};
+  struct moe__args_elt_normal args = { .dtype = dtype, .n = n, .seed = seed, .stream = stream, .stddev = 0.02 };
   num *want = t_nums(&c->m, n);
   args.y = c_out(c, y, n % 2 ? T_ODD : T_PACKED, SHAPE(n));
   if (c_run_elt_normal(c, &args)) {
@@ -79,7 +81,7 @@ static void sum_case(struct conform *c, int64_t dtype, int64_t a, int64_t n, int
                whole ? " whole numbers" : ""))
     return;
   if (whole) c_exact();
-  struct moe__args_elt_sum args = {.dtype = dtype, .n = n, .accumulate = accumulate, .alpha = whole ? 2 : 0.3};
+  struct moe__args_elt_sum args = { .dtype = dtype, .n = n, .accumulate = accumulate, .alpha = whole ? 2 : 0.3 };
   num *va = whole ? t_whole(&c->m, n, 8) : t_uniform(&c->m, n, a, 1), *y = t_whole(&c->m, 1, 9);
   args.a = c_in(c, a, n % 2 ? T_ODD : T_PACKED, va, SHAPE(n));
   if (accumulate) args.y = c_inout(c, c_real(dtype), T_ODD, y, SHAPE(1));
@@ -94,7 +96,7 @@ static void sum_case(struct conform *c, int64_t dtype, int64_t a, int64_t n, int
 
 void conform_elt_sum(struct conform *c)
 {
-  static const int64_t large[] = {4095, 4096, 4097, 8193, 70001, 300007};
+  static const int64_t large[] = { 4095, 4096, 4097, 8193, 70001, 300007 };
   for (int64_t d = 0; d < 2; d++)
     for (int64_t i = 0; i < SIZES + (c->effort == LONG ? 6 : c->effort == SHORT ? 5 : 1); i++) {
       int64_t n = i < SIZES ? sizes[i] : large[i - SIZES];

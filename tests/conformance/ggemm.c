@@ -33,7 +33,7 @@ enum pair { WHOLE, SEPARATE, HALVES, INTERLEAVED };
 static void pair_of(struct conform *c, moe_tensor out[2], int64_t dtype, int layout, enum pair pair, int dim, int64_t E,
                     int64_t n, int64_t k)
 {
-  int64_t shape[3] = {E, n, k}, half[3] = {E, n, k};
+  int64_t shape[3] = { E, n, k }, half[3] = { E, n, k };
   half[dim] /= 2;
   if (pair == SEPARATE) {
     out[0] = t_tensor(&c->m, dtype, layout, 3, half);
@@ -57,8 +57,7 @@ static num *half_of(struct conform *c, const num *all, int dim, int64_t i, int64
   for (int64_t e = 0; e < E; e++)
     for (int64_t y = 0; y < hn; y++)
       for (int64_t x = 0; x < hk; x++)
-        half[(e * hn + y) * hk + x] =
-            all[(e * n + y + (dim == 1 ? i * hn : 0)) * k + x + (dim == 2 ? i * hk : 0)];
+        half[(e * hn + y) * hk + x] = all[(e * n + y + (dim == 1 ? i * hn : 0)) * k + x + (dim == 2 ? i * hk : 0)];
   return half;
 }
 
@@ -74,7 +73,7 @@ static num *values(struct conform *c, int64_t n, int64_t dtype, int whole)
   return whole ? t_whole(&c->m, n, 3) : t_uniform(&c->m, n, dtype, 1);
 }
 
-static const char *const pair_names[] = {"", " separate", " halves", " interleaved"};
+static const char *const pair_names[] = { "", " separate", " halves", " interleaved" };
 
 /* ---- ggemm_rows -------------------------------------------------------------------------------------------------- */
 struct rows_how {
@@ -95,7 +94,7 @@ static void rows_case(struct conform *c, int64_t dtype, struct rows_how h)
     return;
   if (h.whole) c_exact();
   int64_t R = h.rows + h.past, source = h.div ? h.rows / h.div + 2 : R, dim = h.parts == MOE__SPLIT_K ? 2 : 1;
-  struct moe__args_ggemm_rows args = {.dtype = dtype, .R = R, .E = h.E, .N = h.N, .K = h.K, .split = h.parts};
+  struct moe__args_ggemm_rows args = { .dtype = dtype, .R = R, .E = h.E, .N = h.N, .K = h.K, .split = h.parts };
   args.div = h.div;
   int32_t *offs = offsets(c, h.E, h.rows, h.split), *map = map_of(c, R, h.rows, source, h.div ? h.div : 1);
   num *a = values(c, source * h.K, dtype, h.whole), *b = values(c, h.E * h.N * h.K, dtype, h.whole);
@@ -126,13 +125,14 @@ static void rows_case(struct conform *c, int64_t dtype, struct rows_how h)
 
 void conform_ggemm_rows(struct conform *c)
 {
-  static const int64_t rows[] = {5, 0, 1, 65, 33, 130, 9, 64, 3, 127};
-  static const int64_t widths[][2] = {{7, 5}, {64, 64}, {66, 130}, {1, 33}, {128, 31}, {18, 1}, {130, 16}, {62, 66}, {16, 129}, {6, 64}};
+  static const int64_t rows[] = { 5, 0, 1, 65, 33, 130, 9, 64, 3, 127 };
+  static const int64_t widths[][2] = { { 7, 5 },  { 64, 64 },  { 66, 130 }, { 1, 33 },   { 128, 31 },
+                                       { 18, 1 }, { 130, 16 }, { 62, 66 },  { 16, 129 }, { 6, 64 } };
   for (int64_t d = 0; d < C_DTYPES; d++) {
     int64_t dtype = c_dtypes[d];
     for (int64_t i = 0; i < (c->effort == SMALL ? 6 : 20); i++) {
       const int64_t *w = widths[(i + d) % 10];
-      struct rows_how h = {.E = 1 + i * 3 % 9, .rows = rows[i % 10], .past = i % 3 * 5, .N = w[0], .K = w[1]};
+      struct rows_how h = { .E = 1 + i * 3 % 9, .rows = rows[i % 10], .past = i % 3 * 5, .N = w[0], .K = w[1] };
       h.split = (enum split)(i % 4);
       h.div = i % 4 == 1 ? 1 : i % 4 == 3 ? 2 + i % 7 : 0;
       h.parts = i % 5 < 2 ? MOE__SPLIT_NONE : i % 5 == 4 ? MOE__SPLIT_K : MOE__SPLIT_N;
@@ -146,10 +146,10 @@ void conform_ggemm_rows(struct conform *c)
     }
     if (c->effort == SMALL) continue;
     /* As the library calls it: halves of [E,2F,D] forward with a map, transposed views backward; many experts. */
-    struct rows_how up = {8, 200, 0, 96, 64, RANDOM, 2, MOE__SPLIT_N, HALVES, 0, 0, 0, 0, 0};
-    struct rows_how dx = {8, 200, 0, 64, 96, RANDOM, 0, MOE__SPLIT_K, HALVES, 0, T_SWAP, 0, 0, 0};
-    struct rows_how many = {129, 260, 4, 24, 40, RANDOM, 2, MOE__SPLIT_N, SEPARATE, 0, 0, 0, 1, 0};
-    struct rows_how tall = {4, 517, 0, 33, 70, ONE_EXPERT, 0, MOE__SPLIT_NONE, WHOLE, 0, T_SWAP, 0, 0, 0};
+    struct rows_how up = { 8, 200, 0, 96, 64, RANDOM, 2, MOE__SPLIT_N, HALVES, 0, 0, 0, 0, 0 };
+    struct rows_how dx = { 8, 200, 0, 64, 96, RANDOM, 0, MOE__SPLIT_K, HALVES, 0, T_SWAP, 0, 0, 0 };
+    struct rows_how many = { 129, 260, 4, 24, 40, RANDOM, 2, MOE__SPLIT_N, SEPARATE, 0, 0, 0, 1, 0 };
+    struct rows_how tall = { 4, 517, 0, 33, 70, ONE_EXPERT, 0, MOE__SPLIT_NONE, WHOLE, 0, T_SWAP, 0, 0, 0 };
     rows_case(c, dtype, up);
     rows_case(c, dtype, dx);
     rows_case(c, dtype, many);
@@ -180,10 +180,13 @@ static void wgrad_case(struct conform *c, int64_t dtype, int64_t c_type, struct 
     return;
   if (h.whole) c_exact();
   int64_t R = h.rows + h.past, prows = h.pdiv ? h.rows / h.pdiv + 2 : R, qrows = h.qdiv ? h.rows / h.qdiv + 2 : R;
-  struct moe__args_ggemm_wgrad args = {.dtype = dtype, .R = R, .E = h.E, .M = h.M, .N = h.N, .split = h.pair != WHOLE};
+  struct moe__args_ggemm_wgrad args = {
+    .dtype = dtype, .R = R, .E = h.E, .M = h.M, .N = h.N, .split = h.pair != WHOLE
+  };
   args.pdiv = h.pdiv, args.qdiv = h.qdiv, args.accumulate = h.accumulate;
   int32_t *offs = offsets(c, h.E, h.rows, h.split);
-  int32_t *pmap = map_of(c, R, h.rows, prows, h.pdiv ? h.pdiv : 1), *qmap = map_of(c, R, h.rows, qrows, h.qdiv ? h.qdiv : 1);
+  int32_t *pmap = map_of(c, R, h.rows, prows, h.pdiv ? h.pdiv : 1),
+          *qmap = map_of(c, R, h.rows, qrows, h.qdiv ? h.qdiv : 1);
   num *p = values(c, prows * h.M, dtype, h.whole), *q = values(c, qrows * h.N, dtype, h.whole);
   num *want = values(c, h.E * h.M * h.N, c_type, h.whole);
   args.p = t_tensor(&c->m, dtype, h.p, SHAPE(prows, h.M));
@@ -211,13 +214,14 @@ static void wgrad_case(struct conform *c, int64_t dtype, int64_t c_type, struct 
 
 void conform_ggemm_wgrad(struct conform *c)
 {
-  static const int64_t rows[] = {5, 0, 1, 65, 33, 130, 9, 64, 3, 127};
-  static const int64_t widths[][2] = {{7, 5}, {64, 64}, {66, 33}, {1, 33}, {32, 31}, {18, 1}, {34, 65}, {62, 66}, {16, 129}, {130, 6}};
+  static const int64_t rows[] = { 5, 0, 1, 65, 33, 130, 9, 64, 3, 127 };
+  static const int64_t widths[][2] = { { 7, 5 },  { 64, 64 }, { 66, 33 }, { 1, 33 },   { 32, 31 },
+                                       { 18, 1 }, { 34, 65 }, { 62, 66 }, { 16, 129 }, { 130, 6 } };
   for (int64_t d = 0; d < C_DTYPES; d++) {
     int64_t dtype = c_dtypes[d];
     for (int64_t i = 0; i < (c->effort == SMALL ? 6 : 20); i++) {
       const int64_t *w = widths[(i + d) % 10];
-      struct wgrad_how h = {.E = 1 + i * 3 % 8, .rows = rows[i % 10], .past = i % 3 * 5, .M = w[0], .N = w[1]};
+      struct wgrad_how h = { .E = 1 + i * 3 % 8, .rows = rows[i % 10], .past = i % 3 * 5, .M = w[0], .N = w[1] };
       h.split = (enum split)(i % 4);
       h.pdiv = i % 3 == 1 ? 1 + i % 4 : 0;
       h.qdiv = i % 3 == 2 ? 1 + i % 5 : 0;
@@ -229,9 +233,9 @@ void conform_ggemm_wgrad(struct conform *c)
       wgrad_case(c, dtype, i % 3 ? c_real(dtype) : c_float(dtype, i), h);
     }
     if (c->effort == SMALL) continue;
-    struct wgrad_how up = {8, 300, 0, 96, 40, RANDOM, 0, 2, HALVES, 0, 0, 0, 1, 0};
-    struct wgrad_how down = {8, 300, 10, 40, 66, HOLES, 2, 0, WHOLE, 0, 0, T_SWAP, 0, 0};
-    struct wgrad_how tall = {3, 1031, 0, 33, 34, ONE_EXPERT, 0, 0, WHOLE, 0, 0, 0, 0, 0};
+    struct wgrad_how up = { 8, 300, 0, 96, 40, RANDOM, 0, 2, HALVES, 0, 0, 0, 1, 0 };
+    struct wgrad_how down = { 8, 300, 10, 40, 66, HOLES, 2, 0, WHOLE, 0, 0, T_SWAP, 0, 0 };
+    struct wgrad_how tall = { 3, 1031, 0, 33, 34, ONE_EXPERT, 0, 0, WHOLE, 0, 0, 0, 0, 0 };
     wgrad_case(c, dtype, c_real(dtype), up);
     wgrad_case(c, dtype, c_real(dtype), down);
     wgrad_case(c, dtype, c_real(dtype), tall);
@@ -260,7 +264,7 @@ static void colsum_case(struct conform *c, int64_t dtype, int64_t c_type, struct
     return;
   if (h.whole) c_exact();
   int64_t R = h.rows + h.past, source = h.div ? R / h.div + 1 : R;
-  struct moe__args_ggemm_colsum args = {.dtype = dtype, .R = R, .E = h.E, .N = h.N, .split = h.halves, .div = h.div};
+  struct moe__args_ggemm_colsum args = { .dtype = dtype, .R = R, .E = h.E, .N = h.N, .split = h.halves, .div = h.div };
   args.accumulate = h.accumulate;
   /* The map holds slots: below R, where weights are found. */
   int32_t *offs = offsets(c, h.E, h.rows, h.split), *map = map_of(c, R, h.rows, R ? R : 1, 1);
@@ -274,7 +278,7 @@ static void colsum_case(struct conform *c, int64_t dtype, int64_t c_type, struct
   args.offs = c_in_ints(c, offs, SHAPE(h.E + 1));
   if (h.div) args.map = c_in_ints(c, map, SHAPE(R));
   enum pair pair = h.halves ? h.rows % 2 ? INTERLEAVED : HALVES : WHOLE;
-  moe_tensor both[2] = {{0}, {0}};
+  moe_tensor both[2] = { { 0 }, { 0 } };
   pair_of(c, both, c_type, h.p & T_PAD, pair, 2, 1, h.E, h.N);
   for (int i = 0; i < (h.halves ? 2 : 1); i++) {
     moe_tensor *t = &args.c[i];
@@ -296,11 +300,12 @@ static void colsum_case(struct conform *c, int64_t dtype, int64_t c_type, struct
 
 void conform_ggemm_colsum(struct conform *c)
 {
-  static const int64_t rows[] = {5, 0, 1, 65, 33, 130, 9, 64, 3, 127}, widths[] = {7, 64, 66, 1, 128, 257, 130, 62, 16, 34};
+  static const int64_t rows[] = { 5, 0, 1, 65, 33, 130, 9, 64, 3, 127 },
+                       widths[] = { 7, 64, 66, 1, 128, 257, 130, 62, 16, 34 };
   for (int64_t d = 0; d < C_DTYPES; d++) {
     int64_t dtype = c_dtypes[d];
     for (int64_t i = 0; i < (c->effort == SMALL ? 6 : 20); i++) {
-      struct colsum_how h = {.E = 1 + i * 3 % 9, .rows = rows[i % 10], .past = i % 3 * 5, .N = widths[(i + d) % 10]};
+      struct colsum_how h = { .E = 1 + i * 3 % 9, .rows = rows[i % 10], .past = i % 3 * 5, .N = widths[(i + d) % 10] };
       h.split = (enum split)(i % 4);
       h.div = i % 3 ? 1 + i % 4 : 0;
       h.halves = (int)i % 2;
@@ -312,7 +317,7 @@ void conform_ggemm_colsum(struct conform *c)
       colsum_case(c, dtype, c_float(dtype, i), h);
     }
     if (c->effort == SMALL) continue;
-    colsum_case(c, dtype, c_real(dtype), (struct colsum_how){3, 2053, 3, 33, ONE_EXPERT, 0, 0, 1, 0, 0, 0});
-    colsum_case(c, dtype, c_real(dtype), (struct colsum_how){129, 700, 0, 64, RANDOM, 2, 1, 1, 0, 1, 0});
+    colsum_case(c, dtype, c_real(dtype), (struct colsum_how){ 3, 2053, 3, 33, ONE_EXPERT, 0, 0, 1, 0, 0, 0 });
+    colsum_case(c, dtype, c_real(dtype), (struct colsum_how){ 129, 700, 0, 64, RANDOM, 2, 1, 1, 0, 1, 0 });
   }
 }

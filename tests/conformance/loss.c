@@ -24,7 +24,7 @@ static int32_t *targets_of(struct conform *c, const struct how *h)
 static void fwd_case(struct conform *c, int64_t dtype, struct how h)
 {
   if (!begin(c, dtype, &h)) return;
-  struct moe__args_xent_fwd args = {.dtype = dtype, .T = h.T, .V = h.V};
+  struct moe__args_xent_fwd args = { .dtype = dtype, .T = h.T, .V = h.V };
   int64_t real = c_real(dtype);
   num *logits = t_uniform(&c->m, h.T * h.V, h.type, h.size), loss, *lse = t_nums(&c->m, h.T), *row = t_nums(&c->m, h.T);
   int32_t *targets = targets_of(c, &h), health = 0;
@@ -47,7 +47,7 @@ static void fwd_case(struct conform *c, int64_t dtype, struct how h)
 static void bwd_case(struct conform *c, int64_t dtype, struct how h)
 {
   if (!begin(c, dtype, &h)) return;
-  struct moe__args_xent_bwd args = {.dtype = dtype, .T = h.T, .V = h.V};
+  struct moe__args_xent_bwd args = { .dtype = dtype, .T = h.T, .V = h.V };
   int64_t real = c_real(dtype), out = c_float(dtype, h.T);
   num *logits = t_uniform(&c->m, h.T * h.V, h.type, h.size), *dloss = t_uniform(&c->m, 1, real, 3);
   num *lse = t_nums(&c->m, h.T), *row = t_nums(&c->m, h.T), loss, *want = t_nums(&c->m, h.T * h.V);
@@ -69,19 +69,20 @@ static void bwd_case(struct conform *c, int64_t dtype, struct how h)
 
 static void each(struct conform *c, void (*one)(struct conform *, int64_t, struct how))
 {
-  static const int64_t tokens[] = {3, 1, 0, 9, 33, 65, 2, 127, 31, 64}, classes[] = {7, 1, 5, 256, 65, 63, 129, 257, 2, 128};
+  static const int64_t tokens[] = { 3, 1, 0, 9, 33, 65, 2, 127, 31, 64 },
+                       classes[] = { 7, 1, 5, 256, 65, 63, 129, 257, 2, 128 };
   for (int64_t d = 0; d < 2; d++) {
     int64_t dtype = c_dtypes[d];
     for (int64_t i = 0; i < (c->effort == SMALL ? 5 : 10); i++) {
-      struct how h = {tokens[i], classes[i], c_float(dtype, i), 5, c_layout(i), 0};
+      struct how h = { tokens[i], classes[i], c_float(dtype, i), 5, c_layout(i), 0 };
       one(c, dtype, h);
       h.size = i % 2 ? 1000 : 1e-3;
       h.bad = (int)(i + 1) % 2;
       h.type = c_float(dtype, i + 1);
       one(c, dtype, h);
     }
-    if (c->effort != SMALL) one(c, dtype, (struct how){1000, 300, MOE_F32, 8, T_PACKED, 0});
-    if (c->effort == LONG) one(c, dtype, (struct how){67, 50257, MOE_F32, 8, T_PACKED, 0});
+    if (c->effort != SMALL) one(c, dtype, (struct how){ 1000, 300, MOE_F32, 8, T_PACKED, 0 });
+    if (c->effort == LONG) one(c, dtype, (struct how){ 67, 50257, MOE_F32, 8, T_PACKED, 0 });
   }
 }
 

@@ -1,7 +1,7 @@
 /* move.c - cases of the ops that move rows between tokens and experts. */
 #include "conform.h"
 
-static const int64_t widths[] = {1, 7, 64, 129, 65, 127, 16, 63, 128, 1025};
+static const int64_t widths[] = { 1, 7, 64, 129, 65, 127, 16, 63, 128, 1025 };
 #define WIDTHS ((int64_t)(sizeof widths / sizeof *widths))
 
 static void gather_case(struct conform *c, int64_t dtype, int64_t n, int64_t rows, int64_t D, int64_t div, int layout,
@@ -10,11 +10,11 @@ static void gather_case(struct conform *c, int64_t dtype, int64_t n, int64_t row
   if (!c_begin(c, dtype, "n=%lld rows=%lld D=%lld div=%lld layout=%d%s", (long long)n, (long long)rows, (long long)D,
                (long long)div, layout, bad ? " ids out of range" : ""))
     return;
-  struct moe__args_gather_rows args = {.dtype = dtype, .n = n, .rows = rows, .D = D, .div = div};
+  struct moe__args_gather_rows args = { .dtype = dtype, .n = n, .rows = rows, .D = D, .div = div };
   num *x = t_uniform(&c->m, rows * D, dtype, 1), *want = t_nums(&c->m, n * D);
   int32_t *map = t_ints(&c->m, n), health = 0;
   for (int64_t i = 0; i < n; i++) map[i] = (int32_t)t_below(&c->m, rows * div);
-  const int32_t unknown[] = {-1, (int32_t)(rows * div), INT32_MIN, INT32_MAX};
+  const int32_t unknown[] = { -1, (int32_t)(rows * div), INT32_MIN, INT32_MAX };
   if (bad && n > 0) map[n / 2] = unknown[(n + D) % 4];
   args.x = c_in(c, dtype, layout, x, SHAPE(rows, D));
   args.map = c_in_ints(c, map, SHAPE(n));
@@ -30,7 +30,7 @@ static void gather_case(struct conform *c, int64_t dtype, int64_t n, int64_t row
 
 void conform_gather_rows(struct conform *c)
 {
-  static const int64_t counts[] = {3, 1, 64, 0, 65, 33, 2, 127, 9, 257};
+  static const int64_t counts[] = { 3, 1, 64, 0, 65, 33, 2, 127, 9, 257 };
   for (int64_t d = 0; d < C_DTYPES; d++)
     for (int64_t i = 0; i < (c->effort == SMALL ? 4 : 10); i++) {
       gather_case(c, c_dtypes[d], counts[i], 1 + i * 5, widths[(i + d) % WIDTHS], 1 + i % 3, c_layout(i), 0);
@@ -50,7 +50,7 @@ static void combine_case(struct conform *c, int64_t dtype, struct combine_how h,
                h.in_place ? " in place" : "", h.dropped ? " dropped" : "", whole ? " whole numbers" : ""))
     return;
   if (whole) c_exact();
-  struct moe__args_combine args = {.dtype = dtype, .T = h.T, .K = h.K, .D = h.D, .unweighted = h.unweighted};
+  struct moe__args_combine args = { .dtype = dtype, .T = h.T, .K = h.K, .D = h.D, .unweighted = h.unweighted };
   int64_t R = h.T * h.K;
   num *rows = whole ? t_whole(&c->m, R * h.D, 4) : t_uniform(&c->m, R * h.D, dtype, 1);
   num *weights = whole ? t_whole(&c->m, R, 2) : t_uniform(&c->m, R, c_real(dtype), 1);
@@ -85,11 +85,11 @@ static void combine_case(struct conform *c, int64_t dtype, struct combine_how h,
 
 void conform_combine(struct conform *c)
 {
-  static const int64_t tokens[] = {2, 1, 0, 63, 3, 33, 9, 65, 31, 129}, chosen[] = {1, 2, 8, 3, 6};
+  static const int64_t tokens[] = { 2, 1, 0, 63, 3, 33, 9, 65, 31, 129 }, chosen[] = { 1, 2, 8, 3, 6 };
   for (int64_t d = 0; d < C_DTYPES; d++)
     for (int64_t i = 0; i < (c->effort == SMALL ? 4 : 10); i++)
       for (int variant = 0; variant < 6; variant++) {
-        struct combine_how h = {.T = tokens[(i + d) % 10], .K = chosen[(i + variant) % 5], .D = widths[i]};
+        struct combine_how h = { .T = tokens[(i + d) % 10], .K = chosen[(i + variant) % 5], .D = widths[i] };
         h.weighted = variant != 0;
         h.unweighted = variant == 2 || (variant == 4 && i % 2);
         h.add = variant == 3 || variant == 5;
@@ -101,13 +101,14 @@ void conform_combine(struct conform *c)
       }
 }
 
-static void dot_case(struct conform *c, int64_t dtype, int64_t T, int64_t K, int64_t E, int64_t D, int layout, int whole)
+static void dot_case(struct conform *c, int64_t dtype, int64_t T, int64_t K, int64_t E, int64_t D, int layout,
+                     int whole)
 {
   if (!c_begin(c, dtype, "T=%lld K=%lld E=%lld D=%lld layout=%d%s", (long long)T, (long long)K, (long long)E,
                (long long)D, layout, whole ? " whole numbers" : ""))
     return;
   if (whole) c_exact();
-  struct moe__args_row_dot args = {.dtype = dtype, .T = T, .K = K, .E = E, .D = D};
+  struct moe__args_row_dot args = { .dtype = dtype, .T = T, .K = K, .E = E, .D = D };
   num *a = whole ? t_whole(&c->m, T * D, 4) : t_uniform(&c->m, T * D, dtype, 1);
   num *b = whole ? t_whole(&c->m, E * D, 4) : t_uniform(&c->m, E * D, dtype, 1), *want = t_nums(&c->m, T * K);
   int32_t *ids = c_ids(c, T, K, E, 0);
@@ -125,7 +126,7 @@ static void dot_case(struct conform *c, int64_t dtype, int64_t T, int64_t K, int
 
 void conform_row_dot(struct conform *c)
 {
-  static const int64_t tokens[] = {2, 0, 1, 63, 3, 33, 9, 65, 31, 129};
+  static const int64_t tokens[] = { 2, 0, 1, 63, 3, 33, 9, 65, 31, 129 };
   for (int64_t d = 0; d < C_DTYPES; d++)
     for (int64_t i = 0; i < (c->effort == SMALL ? 4 : 10); i++) {
       dot_case(c, c_dtypes[d], tokens[i], 1 + i % 4, 4 + i, widths[(i + d) % WIDTHS], c_layout(i), 0);

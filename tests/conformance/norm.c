@@ -1,13 +1,13 @@
 /* norm.c - cases of RMS norm. */
 #include "conform.h"
 
-static const int64_t widths[] = {1, 8, 64, 65, 127, 63, 129, 128, 1025, 257};
-static const int64_t tokens[] = {3, 1, 2, 0, 9, 33, 65, 31, 5, 130};
+static const int64_t widths[] = { 1, 8, 64, 65, 127, 63, 129, 128, 1025, 257 };
+static const int64_t tokens[] = { 3, 1, 2, 0, 9, 33, 65, 31, 5, 130 };
 
 static void fwd_case(struct conform *c, int64_t dtype, int64_t T, int64_t D, int layout, double size)
 {
   if (!c_begin(c, dtype, "T=%lld D=%lld layout=%d size=%g", (long long)T, (long long)D, layout, size)) return;
-  struct moe__args_rms_fwd args = {.dtype = dtype, .T = T, .D = D, .eps = 1e-5};
+  struct moe__args_rms_fwd args = { .dtype = dtype, .T = T, .D = D, .eps = 1e-5 };
   num *x = t_uniform(&c->m, T * D, dtype, size), *w = t_uniform(&c->m, D, dtype, 2);
   num *y = t_nums(&c->m, T * D), *rstd = t_nums(&c->m, T);
   args.x = c_in(c, dtype, layout, x, SHAPE(T, D));
@@ -38,10 +38,10 @@ struct bwd_how {
 
 static void bwd_case(struct conform *c, int64_t dtype, struct bwd_how h)
 {
-  if (!c_begin(c, dtype, "T=%lld D=%lld layout=%d%s%s%s%s", (long long)h.T, (long long)h.D, h.layout,
-               h.dx ? " dx" : "", h.dw ? " dw" : "", h.accumulate ? " +=" : "", h.scalar_dy ? " dy broadcast" : ""))
+  if (!c_begin(c, dtype, "T=%lld D=%lld layout=%d%s%s%s%s", (long long)h.T, (long long)h.D, h.layout, h.dx ? " dx" : "",
+               h.dw ? " dw" : "", h.accumulate ? " +=" : "", h.scalar_dy ? " dy broadcast" : ""))
     return;
-  struct moe__args_rms_bwd args = {.dtype = dtype, .T = h.T, .D = h.D, .accumulate = h.accumulate};
+  struct moe__args_rms_bwd args = { .dtype = dtype, .T = h.T, .D = h.D, .accumulate = h.accumulate };
   num *x = t_uniform(&c->m, h.T * h.D, dtype, 2), *w = t_uniform(&c->m, h.D, dtype, 2);
   num *dy = t_uniform(&c->m, h.T * h.D, dtype, 1), *rstd = t_nums(&c->m, h.T);
   num *dx = t_nums(&c->m, h.T * h.D), *dw = t_uniform(&c->m, h.D, MOE_F16, 1);
@@ -70,11 +70,12 @@ void conform_rms_bwd(struct conform *c)
 {
   for (int64_t d = 0; d < C_DTYPES; d++) {
     for (int64_t i = 0; i < (c->effort == SMALL ? 4 : 10); i++) {
-      bwd_case(c, c_dtypes[d], (struct bwd_how){tokens[i], widths[i], i % 2, 1, 1, c_layout(i + d), 0});
-      bwd_case(c, c_dtypes[d], (struct bwd_how){tokens[(i + 3) % 10], widths[i], 0, i % 2, 1 - i % 2, c_layout(i), 0});
+      bwd_case(c, c_dtypes[d], (struct bwd_how){ tokens[i], widths[i], i % 2, 1, 1, c_layout(i + d), 0 });
+      bwd_case(c, c_dtypes[d],
+               (struct bwd_how){ tokens[(i + 3) % 10], widths[i], 0, i % 2, 1 - i % 2, c_layout(i), 0 });
     }
-    bwd_case(c, c_dtypes[d], (struct bwd_how){8, 16, 0, 1, 1, T_PACKED, 1});
-    if (c->effort != SMALL) bwd_case(c, c_dtypes[d], (struct bwd_how){1031, 33, 1, 1, 1, T_PACKED, 0});
-    bwd_case(c, c_dtypes[d], (struct bwd_how){0, 9, 0, 1, 1, T_PACKED, 0});
+    bwd_case(c, c_dtypes[d], (struct bwd_how){ 8, 16, 0, 1, 1, T_PACKED, 1 });
+    if (c->effort != SMALL) bwd_case(c, c_dtypes[d], (struct bwd_how){ 1031, 33, 1, 1, 1, T_PACKED, 0 });
+    bwd_case(c, c_dtypes[d], (struct bwd_how){ 0, 9, 0, 1, 1, T_PACKED, 0 });
   }
 }

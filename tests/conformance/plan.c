@@ -8,10 +8,10 @@ struct how {
 
 static void one(struct conform *c, int64_t dtype, struct how h)
 {
-  if (!c_begin(c, dtype, "T=%lld K=%lld E=%lld pattern=%d%s%s", (long long)h.T, (long long)h.K, (long long)h.E, h.pattern,
-               h.weighted ? " weights" : "", h.bad ? " bad tokens" : ""))
+  if (!c_begin(c, dtype, "T=%lld K=%lld E=%lld pattern=%d%s%s", (long long)h.T, (long long)h.K, (long long)h.E,
+               h.pattern, h.weighted ? " weights" : "", h.bad ? " bad tokens" : ""))
     return;
-  struct moe__args_plan args = {.dtype = dtype, .T = h.T, .K = h.K, .E = h.E};
+  struct moe__args_plan args = { .dtype = dtype, .T = h.T, .K = h.K, .E = h.E };
   int64_t R = h.T * h.K;
   int32_t *ids = c_ids(c, h.T, h.K, h.E, h.pattern), health = 0;
   int32_t *offs = t_ints(&c->m, h.E + 1), *row2slot = t_ints(&c->m, R), *slot2row = t_ints(&c->m, R);
@@ -43,15 +43,18 @@ static void one(struct conform *c, int64_t dtype, struct how h)
 void conform_plan(struct conform *c)
 {
   static const struct how small[] = {
-      {0, 2, 8, 0, 1, 0},   {1, 1, 1, 0, 0, 0},   {1, 8, 8, 0, 1, 0},   {2, 3, 7, 1, 0, 0},  {33, 2, 8, 0, 1, 0},
-      {63, 1, 3, 0, 1, 1},  {64, 2, 4, 2, 0, 0},  {65, 2, 129, 0, 1, 1}, {9, 4, 4, 0, 0, 1},  {31, 1, 1, 0, 1, 1},
+    { 0, 2, 8, 0, 1, 0 },  { 1, 1, 1, 0, 0, 0 },  { 1, 8, 8, 0, 1, 0 },    { 2, 3, 7, 1, 0, 0 }, { 33, 2, 8, 0, 1, 0 },
+    { 63, 1, 3, 0, 1, 1 }, { 64, 2, 4, 2, 0, 0 }, { 65, 2, 129, 0, 1, 1 }, { 9, 4, 4, 0, 0, 1 }, { 31, 1, 1, 0, 1, 1 },
   };
   static const struct how middle[] = {
-      {255, 1, 16, 0, 1, 0}, {256, 1, 16, 1, 1, 0}, {257, 1, 16, 2, 1, 1}, {127, 8, 64, 0, 1, 1}, {129, 8, 8, 0, 0, 0},
-      {1000, 1, 64, 1, 1, 0}, {99, 2, 257, 0, 1, 0}, {513, 2, 256, 0, 1, 1}, {64, 2, 512, 0, 0, 0}, {700, 6, 160, 0, 1, 1},
-      {2048, 2, 8, 0, 1, 0}, {1, 1, 1000, 0, 0, 0}, {1025, 1, 2, 2, 0, 0}, {511, 3, 255, 1, 1, 1},
+    { 255, 1, 16, 0, 1, 0 }, { 256, 1, 16, 1, 1, 0 },  { 257, 1, 16, 2, 1, 1 }, { 127, 8, 64, 0, 1, 1 },
+    { 129, 8, 8, 0, 0, 0 },  { 1000, 1, 64, 1, 1, 0 }, { 99, 2, 257, 0, 1, 0 }, { 513, 2, 256, 0, 1, 1 },
+    { 64, 2, 512, 0, 0, 0 }, { 700, 6, 160, 0, 1, 1 }, { 2048, 2, 8, 0, 1, 0 }, { 1, 1, 1000, 0, 0, 0 },
+    { 1025, 1, 2, 2, 0, 0 }, { 511, 3, 255, 1, 1, 1 },
   };
-  static const struct how large[] = {{9001, 8, 256, 0, 1, 1}, {40000, 2, 64, 1, 0, 0}, {131073, 1, 8, 0, 1, 1}, {4096, 8, 1024, 0, 1, 0}};
+  static const struct how large[] = {
+    { 9001, 8, 256, 0, 1, 1 }, { 40000, 2, 64, 1, 0, 0 }, { 131073, 1, 8, 0, 1, 1 }, { 4096, 8, 1024, 0, 1, 0 }
+  };
   for (int64_t d = 0; d < 2; d++) {
     int64_t dtype = c_dtypes[d];
     for (size_t i = 0; i < sizeof small / sizeof *small; i++) one(c, dtype, small[i]);

@@ -31,20 +31,13 @@ static num value(struct moe__act act, num g)
 {
   num slope, half = n_exact(0.5);
   switch (act.kind) {
-  case MOE__ACT_IDENTITY:
-    return g;
-  case MOE__ACT_RELU:
-    return g.v > 0 ? g : n_exact(0);
-  case MOE__ACT_RELU2:
-    return g.v > 0 ? n_mul(g, g) : n_exact(0);
-  case MOE__ACT_GELU:
-    return n_mul(n_mul(half, g), one_plus_erf(g));
-  case MOE__ACT_GELU_TANH:
-    return n_mul(n_mul(half, g), one_plus_tanh(g, &slope));
-  case MOE__ACT_SILU:
-    return n_mul(g, n_sigmoid(n_mul(alpha_of(act), g)));
-  default:
-    return n_sigmoid(g);
+  case MOE__ACT_IDENTITY: return g;
+  case MOE__ACT_RELU: return g.v > 0 ? g : n_exact(0);
+  case MOE__ACT_RELU2: return g.v > 0 ? n_mul(g, g) : n_exact(0);
+  case MOE__ACT_GELU: return n_mul(n_mul(half, g), one_plus_erf(g));
+  case MOE__ACT_GELU_TANH: return n_mul(n_mul(half, g), one_plus_tanh(g, &slope));
+  case MOE__ACT_SILU: return n_mul(g, n_sigmoid(n_mul(alpha_of(act), g)));
+  default: return n_sigmoid(g);
   }
 }
 
@@ -53,12 +46,9 @@ static num derivative(struct moe__act act, num g)
 {
   num half = n_exact(0.5), one = n_exact(1), slope, t, s;
   switch (act.kind) {
-  case MOE__ACT_IDENTITY:
-    return one;
-  case MOE__ACT_RELU:
-    return n_exact(g.v > 0);
-  case MOE__ACT_RELU2:
-    return g.v > 0 ? n_mul(n_exact(2), g) : n_exact(0);
+  case MOE__ACT_IDENTITY: return one;
+  case MOE__ACT_RELU: return n_exact(g.v > 0);
+  case MOE__ACT_RELU2: return g.v > 0 ? n_mul(n_exact(2), g) : n_exact(0);
   case MOE__ACT_GELU: /* Phi(g) + g * phi(g) */
     t = n_mul(constant(1 / sqrt(2 * acos(-1))), n_exp(n_mul(n_exact(-0.5), n_mul(g, g))));
     return n_add(n_mul(half, one_plus_erf(g)), n_mul(g, t));
@@ -70,9 +60,7 @@ static num derivative(struct moe__act act, num g)
     t = n_mul(alpha_of(act), g);
     s = n_sigmoid(t);
     return n_add(s, n_mul(t, n_mul(s, n_sub(one, s))));
-  default:
-    s = n_sigmoid(g);
-    return n_mul(s, n_sub(one, s));
+  default: s = n_sigmoid(g); return n_mul(s, n_sub(one, s));
   }
 }
 
@@ -83,7 +71,7 @@ struct parts {
 };
 static struct parts parts_of(struct moe__act act, const num *h, int64_t f, int64_t F)
 {
-  struct parts p = {h[f], n_exact(1), 1, 0};
+  struct parts p = { h[f], n_exact(1), 1, 0 };
   double limit = ref_real(act.limit);
   p.g_flows = !(limit > 0 && p.g.v > limit);
   if (!p.g_flows) p.g = n_exact(limit);
@@ -114,7 +102,7 @@ void ref_act_bwd(num *dh, num *aw, num *dweights, const num *da, const num *h, c
   for (int64_t r = 0; r < rows; r++) {
     int64_t slot = row2slot ? row2slot[r] : r;
     num w = weights ? weights[slot] : n_exact(1);
-    struct sum dot = {0};
+    struct sum dot = { 0 };
     for (int64_t f = 0; f < F; f++) {
       struct parts p = parts_of(act, h + r * width, f, F);
       num a = whole(act, p), d = n_mul(w, da[r * F + f]);

@@ -22,14 +22,14 @@ static double bound_of(double got, num want, int64_t dtype, double *err)
 
 struct ref_worst ref_compare(const double *got, const num *want, int64_t n, int64_t dtype)
 {
-  struct ref_worst worst = {.at = -1};
+  struct ref_worst worst = { .at = -1 };
   for (int64_t i = 0; i < n; i++) {
     double err, bound = bound_of(got[i], want[i], dtype, &err);
     int bad = !(err <= bound);
     double share = bad && !(err < INFINITY) ? INFINITY : err > 0 ? err / bound : 0;
     worst.failed += bad;
     if (worst.at < 0 || share > worst.share)
-      worst = (struct ref_worst){share, i, worst.failed, got[i], want[i].v, bound};
+      worst = (struct ref_worst){ share, i, worst.failed, got[i], want[i].v, bound };
   }
   return worst;
 }

@@ -10,7 +10,7 @@ struct t_block {
   struct t_block *next;
   moe_span span;
   unsigned char *sent, *got, *before; /* what was uploaded, downloaded last, and downloaded before that */
-  unsigned char *own;                 /* 1 for each byte the kernel may write */
+  unsigned char *own;                 /* 1 for each byte the kernel may write; these four NULL where huge */
   int64_t dtype;
 };
 struct t_host {
@@ -20,7 +20,7 @@ struct t_host {
 
 void t_memory_init(struct t_memory *m, moe_context *ctx, moe_queue *q, uint64_t seed)
 {
-  *m = (struct t_memory){.ctx = ctx, .q = q, .seed = seed * 0x9e3779b97f4a7c15u + 0x1234567};
+  *m = (struct t_memory){ .ctx = ctx, .q = q, .seed = seed * 0x9e3779b97f4a7c15u + 0x1234567 };
 }
 
 void t_memory_free(struct t_memory *m)
@@ -57,9 +57,20 @@ static void *must(void *p)
   return p;
 }
 
+/* Device memory for block b, which t begins in. */
+static void allocate(struct t_memory *m, struct t_block *b, moe_tensor *t, uint64_t bytes)
+{
+  moe_status status = moe_span_alloc(&b->span, m->ctx, bytes);
+  if (status && !m->status) m->status = status;
+  b->next = m->blocks;
+  m->blocks = b;
+  t->handle = b->span.handle;
+  t->offset += b->span.offset;
+}
+
 moe_tensor t_tensor(struct t_memory *m, int64_t dtype, int layout, int rank, const int64_t *shape)
 {
-  moe_tensor t = {.dtype = (int32_t)dtype, .rank = rank, .offset = GUARD};
+  moe_tensor t = { .dtype = (int32_t)dtype, .rank = rank, .offset = GUARD };
   int64_t size = (int64_t)moe_dtype_size(dtype), stride = layout & T_STEP ? 2 : 1, count = 1;
   for (int i = 0; i < rank; i++) {
     /* The i-th dimension from the innermost outwards. */
@@ -81,12 +92,19 @@ moe_tensor t_tensor(struct t_memory *m, int64_t dtype, int layout, int rank, con
   b->before = must(malloc(bytes));
   b->own = must(calloc(1, bytes));
   for (uint64_t i = 0; i < bytes; i++) b->sent[i] = pattern(i);
-  b->next = m->blocks;
-  m->blocks = b;
-  moe_status status = moe_span_alloc(&b->span, m->ctx, bytes);
-  if (status && !m->status) m->status = status;
-  t.handle = b->span.handle;
-  t.offset += b->span.offset;
+  allocate(m, b, &t, bytes);
+  return t;
+}
+
+moe_tensor t_huge(struct t_memory *m, int64_t dtype, uint8_t byte, int rank, const int64_t *shape)
+{
+  moe_tensor t = { .dtype = (int32_t)dtype, .rank = rank };
+  int64_t stride = 1;
+  for (int d = rank - 1; d >= 0; stride *= shape[d--]) t.shape[d] = shape[d], t.stride[d] = stride;
+  struct t_block *b = must(calloc(1, sizeof *b));
+  b->dtype = dtype;
+  allocate(m, b, &t, (uint64_t)stride * moe_dtype_size(dtype));
+  if (!m->status) m->status = moe_span_fill(m->q, b->span, byte);
   return t;
 }
 
@@ -143,28 +161,17 @@ static void encode(unsigned char *p, int64_t dtype, double v)
   uint16_t bits = half_bits(v);
   uint32_t word;
   switch (dtype) {
-  case MOE_F64:
-    memcpy(p, &v, 8);
-    break;
-  case MOE_F32:
-    memcpy(p, &f32, 4);
-    break;
+  case MOE_F64: memcpy(p, &v, 8); break;
+  case MOE_F32: memcpy(p, &f32, 4); break;
   case MOE_BF16:
     memcpy(&word, &f32, 4);
     bits = (uint16_t)(word >> 16);
     memcpy(p, &bits, 2);
     break;
-  case MOE_F16:
-    memcpy(p, &bits, 2);
-    break;
-  case MOE_I64:
-    memcpy(p, &i64, 8);
-    break;
-  case MOE_I32:
-    memcpy(p, &i32, 4);
-    break;
-  default:
-    *p = (unsigned char)v;
+  case MOE_F16: memcpy(p, &bits, 2); break;
+  case MOE_I64: memcpy(p, &i64, 8); break;
+  case MOE_I32: memcpy(p, &i32, 4); break;
+  default: *p = (unsigned char)v;
   }
 }
 
@@ -177,28 +184,17 @@ static double decode(const unsigned char *p, int64_t dtype)
   uint16_t bits;
   uint32_t word;
   switch (dtype) {
-  case MOE_F64:
-    memcpy(&f64, p, 8);
-    return f64;
-  case MOE_F32:
-    memcpy(&f32, p, 4);
-    return f32;
+  case MOE_F64: memcpy(&f64, p, 8); return f64;
+  case MOE_F32: memcpy(&f32, p, 4); return f32;
   case MOE_BF16:
     memcpy(&bits, p, 2);
     word = (uint32_t)bits << 16;
     memcpy(&f32, &word, 4);
     return f32;
-  case MOE_F16:
-    memcpy(&bits, p, 2);
-    return half_value(bits);
-  case MOE_I64:
-    memcpy(&i64, p, 8);
-    return (double)i64;
-  case MOE_I32:
-    memcpy(&i32, p, 4);
-    return i32;
-  default:
-    return *p;
+  case MOE_F16: memcpy(&bits, p, 2); return half_value(bits);
+  case MOE_I64: memcpy(&i64, p, 8); return (double)i64;
+  case MOE_I32: memcpy(&i32, p, 4); return i32;
+  default: return *p;
   }
 }
 
@@ -228,6 +224,35 @@ void t_get_ints(struct t_memory *m, const moe_tensor *t, int32_t *values)
   struct t_block *b = block_of(m, t);
   int64_t n = b ? moe_tensor_count(t) : 0;
   for (int64_t i = 0; i < n; i++) values[i] = (int32_t)decode(b->got + place(b, t, i), t->dtype);
+}
+
+/* Rows [row, row+n) of a packed tensor as a span, and their elements. */
+static moe_span rows_of(const moe_tensor *t, int64_t row, int64_t n, int64_t *count)
+{
+  uint64_t size = moe_dtype_size(t->dtype);
+  *count = n * t->stride[0];
+  return (moe_span){ t->handle, t->offset + (uint64_t)(row * t->stride[0]) * size, (uint64_t)*count * size };
+}
+
+void t_write_rows(struct t_memory *m, const moe_tensor *t, int64_t row, int64_t n, const num *values)
+{
+  int64_t count;
+  moe_span span = rows_of(t, row, n, &count);
+  unsigned char *bytes = must(malloc(span.bytes + 1));
+  for (int64_t i = 0; i < count; i++)
+    encode(bytes + (uint64_t)i * moe_dtype_size(t->dtype), t->dtype, values[i].v);
+  if (!m->status) m->status = moe_span_write(m->q, span, bytes, span.bytes);
+  free(bytes);
+}
+
+void t_read_rows(struct t_memory *m, const moe_tensor *t, int64_t row, int64_t n, double *values)
+{
+  int64_t count;
+  moe_span span = rows_of(t, row, n, &count);
+  unsigned char *bytes = must(malloc(span.bytes + 1));
+  if (!m->status) m->status = moe_span_read(m->q, bytes, span, span.bytes);
+  for (int64_t i = 0; i < count; i++) values[i] = decode(bytes + (uint64_t)i * moe_dtype_size(t->dtype), t->dtype);
+  free(bytes);
 }
 
 /* ---- transfers ---------------------------------------------------------------------------------------------- */

@@ -26,16 +26,25 @@ void t_memory_free(struct t_memory *m);
 /* How a tensor lies in its block; bits. */
 enum t_layout {
   T_PACKED = 0,
-  T_PAD = 1,   /* three elements more between the rows of each dimension */
-  T_SWAP = 2,  /* the last two dimensions exchanged: a transposed view */
-  T_STEP = 4,  /* every second element */
-  T_ODD = 8,   /* begins one element past the aligned place */
+  T_PAD = 1,    /* three elements more between the rows of each dimension */
+  T_SWAP = 2,   /* the last two dimensions exchanged: a transposed view */
+  T_STEP = 4,   /* every second element */
+  T_ODD = 8,    /* begins one element past the aligned place */
   T_SCALAR = 16 /* all strides 0: one element, broadcast */
 };
-#define SHAPE(...) (int)(sizeof((const int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), (const int64_t[]){__VA_ARGS__}
+#define SHAPE(...)                                                                                                     \
+  (int)(sizeof((const int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)), (const int64_t[])                                 \
+  {                                                                                                                    \
+    __VA_ARGS__                                                                                                        \
+  }
 
 /* A tensor in a new block; data begin 4096 bytes into it.  On failure the handle is NULL. */
 moe_tensor t_tensor(struct t_memory *m, int64_t dtype, int layout, int rank, const int64_t *shape);
+/* A packed tensor too large for the host: every byte is `byte`; no guard bands, no mirror, and the functions for
+   whole blocks leave it alone.  Its rows (of dimension 0) are written and read directly. */
+moe_tensor t_huge(struct t_memory *m, int64_t dtype, uint8_t byte, int rank, const int64_t *shape);
+void t_write_rows(struct t_memory *m, const moe_tensor *t, int64_t row, int64_t n, const num *values);
+void t_read_rows(struct t_memory *m, const moe_tensor *t, int64_t row, int64_t n, double *values);
 /* The kernel may write the elements of this tensor (or view of one). */
 void t_own(struct t_memory *m, const moe_tensor *t);
 /* Values (rounded to the dtype; packed in `values`) into the host's mirror; t_get: out of what was downloaded. */

@@ -6,7 +6,7 @@ void ref_gemm(num *c, const num *a, const num *b, const num *bias, int64_t M, in
 {
   for (int64_t m = 0; m < M; m++)
     for (int64_t n = 0; n < N; n++) {
-      struct sum s = {0};
+      struct sum s = { 0 };
       for (int64_t k = 0; k < K; k++) sum_mul(&s, a[m * K + k], b[n * K + k]);
       num v = n_mul(n_real(alpha), sum_end(&s));
       if (bias) v = n_add(v, bias[n]);

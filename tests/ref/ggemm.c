@@ -13,7 +13,7 @@ void ref_ggemm_rows(num *c, const num *a, const num *b, const num *bias, const i
   for (int64_t e = 0; e < E; e++)
     for (int64_t r = offs[e]; r < offs[e + 1]; r++)
       for (int64_t n = 0; n < N; n++) {
-        struct sum s = {0};
+        struct sum s = { 0 };
         const num *ar = a + source(map, r, div) * K, *bn = b + (e * N + n) * K;
         for (int64_t k = 0; k < K; k++) sum_mul(&s, ar[k], bn[k]);
         c[r * N + n] = bias ? n_add(sum_end(&s), bias[e * N + n]) : sum_end(&s);
@@ -26,7 +26,7 @@ void ref_ggemm_wgrad(num *c, const num *p, const num *q, const int32_t *offs, co
   for (int64_t e = 0; e < E; e++)
     for (int64_t m = 0; m < M; m++)
       for (int64_t n = 0; n < N; n++) {
-        struct sum s = {0};
+        struct sum s = { 0 };
         for (int64_t r = offs[e]; r < offs[e + 1]; r++)
           sum_mul(&s, p[source(pmap, r, pdiv) * M + m], q[source(qmap, r, qdiv) * N + n]);
         num *to = c + (e * M + m) * N + n;
@@ -39,7 +39,7 @@ void ref_ggemm_colsum(num *c, const num *p, const num *weights, const int32_t *o
 {
   for (int64_t e = 0; e < E; e++)
     for (int64_t n = 0; n < N; n++) {
-      struct sum s = {0};
+      struct sum s = { 0 };
       for (int64_t r = offs[e]; r < offs[e + 1]; r++) {
         num x = p[source(map, r, div) * N + n];
         if (weights) sum_mul(&s, weights[map ? map[r] : r], x);

@@ -2,8 +2,9 @@
 #include "layer.h"
 
 const char *const ref_param_names[REF_PARAMS] = {
-    "router",  "router_bias", "correction_bias", "gate",      "up",          "down", "gate_bias",
-    "up_bias", "down_bias",   "shared_gate_proj", "shared_up", "shared_down", "shared_gate"};
+  "router",  "router_bias", "correction_bias",  "gate",      "up",          "down",       "gate_bias",
+  "up_bias", "down_bias",   "shared_gate_proj", "shared_up", "shared_down", "shared_gate"
+};
 
 /* a as the next op reads it: rounded to a 16-bit storage type. */
 static num *stored(num *a, int64_t n, int64_t dtype)
@@ -73,7 +74,7 @@ static num *shared_forward(struct ref_layer *l, struct t_memory *m)
   ref_gemm(y, stored(a, T * Fs, l->dtype), p[REF_SHARED_DOWN], NULL, T, D, Fs, 0, 1);
   stored(y, T * D, l->dtype);
   if (!p[REF_SHARED_GATE]) return y;
-  struct moe__weigh sigmoid = {MOE__SIGMOID, 0, 1, 0};
+  struct moe__weigh sigmoid = { MOE__SIGMOID, 0, 1, 0 };
   int32_t *zeros = t_ints(m, T);
   ref_gemm(l->z = t_nums(m, T), l->x, p[REF_SHARED_GATE], NULL, T, 1, D, 0, 1);
   ref_weights(l->sg = t_nums(m, T), &l->health, l->z, zeros, T, 1, 1, sigmoid);
@@ -134,7 +135,7 @@ static num *shared_backward(struct ref_layer *l, struct t_memory *m)
     stored(dx, n, l->dtype);
   }
   if (p[REF_SHARED_GATE]) {
-    struct moe__weigh sigmoid = {MOE__SIGMOID, 0, 1, 0};
+    struct moe__weigh sigmoid = { MOE__SIGMOID, 0, 1, 0 };
     num *dz = t_nums(m, T);
     ref_weights_bwd(dz, dsg, l->z, t_ints(m, T), T, 1, 1, 0, sigmoid);
     stored(dz, T, l->dtype);

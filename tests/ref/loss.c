@@ -6,7 +6,7 @@ static num logsumexp(const num *l, int64_t V)
 {
   num top = n_exact(-INFINITY);
   for (int64_t v = 0; v < V; v++) top = n_max(top, l[v]);
-  struct sum s = {0};
+  struct sum s = { 0 };
   for (int64_t v = 0; v < V; v++) sum_add(&s, n_exp(n_sub(l[v], top)));
   return n_add(n_log(sum_end(&s)), top);
 }
@@ -14,7 +14,7 @@ static num logsumexp(const num *l, int64_t V)
 void ref_xent_fwd(num *loss, num *lse, num *rowloss, int32_t *health, const num *logits, const int32_t *targets,
                   int64_t T, int64_t V)
 {
-  struct sum s = {0};
+  struct sum s = { 0 };
   for (int64_t t = 0; t < T; t++) {
     int good = targets[t] >= 0 && targets[t] < V;
     if (!good) *health |= MOE_HEALTH_ID;

@@ -16,7 +16,7 @@ void ref_combine(num *y, const num *rows, const num *weights, const int32_t *slo
 {
   for (int64_t t = 0; t < T; t++)
     for (int64_t d = 0; d < D; d++) {
-      struct sum s = {0};
+      struct sum s = { 0 };
       if (add) sum_add(&s, add[t * D + d]);
       for (int64_t k = 0; k < K; k++) {
         int64_t slot = t * K + k, row = slot2row[slot];
@@ -31,7 +31,7 @@ void ref_combine(num *y, const num *rows, const num *weights, const int32_t *slo
 void ref_row_dot(num *y, const num *a, const num *b, const int32_t *ids, int64_t T, int64_t K, int64_t E, int64_t D)
 {
   for (int64_t i = 0; i < T * K; i++) {
-    struct sum s = {0};
+    struct sum s = { 0 };
     for (int64_t d = 0; d < D && ids[i] >= 0 && ids[i] < E; d++) sum_mul(&s, a[i / K * D + d], b[ids[i] * D + d]);
     y[i] = sum_end(&s);
   }

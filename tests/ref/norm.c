@@ -4,7 +4,7 @@
 void ref_rms_fwd(num *y, num *rstd, const num *x, const num *w, int64_t T, int64_t D, double eps)
 {
   for (int64_t t = 0; t < T; t++, x += D, y += D) {
-    struct sum s = {0};
+    struct sum s = { 0 };
     for (int64_t d = 0; d < D; d++) sum_mul(&s, x[d], x[d]);
     num mean = n_div(sum_end(&s), n_exact((double)D));
     rstd[t] = n_div(n_exact(1), n_sqrt(n_add(mean, n_real(eps))));
@@ -18,14 +18,14 @@ void ref_rms_bwd(num *dx, num *dw, const num *dy, const num *x, const num *w, co
 {
   for (int64_t t = 0; t < T && dx; t++) {
     const num *dyt = dy + t * D, *xt = x + t * D;
-    struct sum s = {0};
+    struct sum s = { 0 };
     for (int64_t d = 0; d < D; d++) sum_mul(&s, n_mul(w[d], dyt[d]), n_mul(xt[d], rstd[t]));
     num mean = n_div(sum_end(&s), n_exact((double)D));
     for (int64_t d = 0; d < D; d++)
       dx[t * D + d] = n_mul(rstd[t], n_sub(n_mul(w[d], dyt[d]), n_mul(n_mul(xt[d], rstd[t]), mean)));
   }
   for (int64_t d = 0; d < D && dw; d++) {
-    struct sum s = {0};
+    struct sum s = { 0 };
     for (int64_t t = 0; t < T; t++) sum_mul(&s, dy[t * D + d], n_mul(x[t * D + d], rstd[t]));
     dw[d] = accumulate ? n_add(dw[d], sum_end(&s)) : sum_end(&s);
   }

@@ -28,14 +28,10 @@ struct format {
 static struct format format_of(int64_t dtype)
 {
   switch (dtype) {
-  case MOE_F32:
-    return (struct format){24, -126, FLT_MAX};
-  case MOE_BF16:
-    return (struct format){8, -126, 0x1.fep127};
-  case MOE_F16:
-    return (struct format){11, -14, 65504};
-  default:
-    return (struct format){53, -1022, DBL_MAX};
+  case MOE_F32: return (struct format){ 24, -126, FLT_MAX };
+  case MOE_BF16: return (struct format){ 8, -126, 0x1.fep127 };
+  case MOE_F16: return (struct format){ 11, -14, 65504 };
+  default: return (struct format){ 53, -1022, DBL_MAX };
   }
 }
 
@@ -60,14 +56,14 @@ double ref_rounding(double x, int64_t dtype)
 num sum_end(const struct sum *s)
 {
   double nu = (double)s->n * ref_u;
-  return (num){s->v, s->e + nu / (1 - nu) * s->mag};
+  return (num){ s->v, s->e + nu / (1 - nu) * s->mag };
 }
 
 num n_div(num a, num b)
 {
   double v = a.v / b.v;
   if (a.e == 0 && b.e == 0) return n_ulps(v, 0, DIV);
-  if (!(fabs(b.v) > b.e)) return (num){v, INFINITY};
+  if (!(fabs(b.v) > b.e)) return (num){ v, INFINITY };
   return n_ulps(v, (a.e + fabs(v) * b.e) / (fabs(b.v) - b.e), DIV);
 }
 
@@ -90,13 +86,13 @@ num n_expm1(num a)
 
 num n_log(num a)
 {
-  if (!(a.v > a.e)) return (num){log(a.v), a.e == 0 ? 0 : INFINITY};
+  if (!(a.v > a.e)) return (num){ log(a.v), a.e == 0 ? 0 : INFINITY };
   return n_ulps(log(a.v), -log1p(-a.e / a.v), LOG);
 }
 
 num n_log1p(num a)
 {
-  if (!(1 + a.v > a.e)) return (num){log1p(a.v), a.e == 0 ? 0 : INFINITY};
+  if (!(1 + a.v > a.e)) return (num){ log1p(a.v), a.e == 0 ? 0 : INFINITY };
   return n_ulps(log1p(a.v), -log1p(-a.e / (1 + a.v)), LOG1P);
 }
 

@@ -30,7 +30,7 @@ void ref_adamw(num *p, num *master, num *m, num *v, const num *g, int64_t n, con
 
 void ref_sqnorm(num *y, const num *a, int64_t n, int64_t accumulate)
 {
-  struct sum s = {0};
+  struct sum s = { 0 };
   for (int64_t i = 0; i < n; i++) sum_mul(&s, a[i], a[i]);
   y[0] = accumulate ? n_add(y[0], sum_end(&s)) : sum_end(&s);
 }

@@ -37,26 +37,26 @@ double ref_rounding(double x, int64_t dtype);
 /* ---- arithmetic -------------------------------------------------------------------------------------------- */
 static inline num n_exact(double v)
 {
-  return (num){v, 0};
+  return (num){ v, 0 };
 }
 /* A scalar argument: exact, or off by its rounding to REAL. */
 static inline num n_real(double v)
 {
-  return (num){v, fabs(v - ref_real(v))};
+  return (num){ v, fabs(v - ref_real(v)) };
 }
 /* `ulps` of the result on top of an error already there. */
 static inline num n_ulps(double v, double e, double ulps)
 {
-  return (num){v, ref_u == 0 ? e : e + 2 * ref_u * ulps * (fabs(v) + e) + ref_tiny};
+  return (num){ v, ref_u == 0 ? e : e + 2 * ref_u * ulps * (fabs(v) + e) + ref_tiny };
 }
 static inline num n_neg(num a)
 {
-  return (num){-a.v, a.e};
+  return (num){ -a.v, a.e };
 }
 static inline num n_add(num a, num b)
 {
   double v = a.v + b.v, e = a.e + b.e;
-  return (num){v, e + ref_u * (fabs(v) + e)};
+  return (num){ v, e + ref_u * (fabs(v) + e) };
 }
 static inline num n_sub(num a, num b)
 {
@@ -79,7 +79,7 @@ num n_cos(num a);
 num n_sigmoid(num a);
 static inline num n_max(num a, num b)
 {
-  return (num){a.v > b.v || isnan(a.v) ? a.v : b.v, a.e > b.e ? a.e : b.e};
+  return (num){ a.v > b.v || isnan(a.v) ? a.v : b.v, a.e > b.e ? a.e : b.e };
 }
 
 /* A sum of terms whose order is the kernel's business. */
@@ -98,7 +98,7 @@ static inline void sum_add(struct sum *s, num a)
 static inline void sum_mul(struct sum *s, num a, num b)
 {
   double v = a.v * b.v, e = fabs(a.v) * b.e + fabs(b.v) * a.e + a.e * b.e + ref_tiny;
-  sum_add(s, (num){v, e});
+  sum_add(s, (num){ v, e });
 }
 num sum_end(const struct sum *s);
 
@@ -136,7 +136,8 @@ void ref_gemm(num *c, const num *a, const num *b, const num *bias, int64_t M, in
    what is wrong. */
 const char *ref_select_check(const int32_t *ids, const num *logits, const num *bias, int64_t E, struct moe__select s);
 /* The selection's own weights for those ids. */
-void ref_select_weights(num *weights, const int32_t *ids, const num *logits, int64_t T, int64_t E, struct moe__select s);
+void ref_select_weights(num *weights, const int32_t *ids, const num *logits, int64_t T, int64_t E,
+                        struct moe__select s);
 void ref_weights(num *weights, int32_t *health, const num *logits, const int32_t *ids, int64_t T, int64_t E, int64_t K,
                  struct moe__weigh w);
 void ref_weights_bwd(num *dlogits, const num *dweights, const num *logits, const int32_t *ids, int64_t T, int64_t E,

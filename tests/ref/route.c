@@ -15,7 +15,7 @@ static num largest(const num *x, int64_t n)
 static num softmax(num *p, const num *l, int64_t n)
 {
   num top = largest(l, n);
-  struct sum s = {0};
+  struct sum s = { 0 };
   for (int64_t i = 0; i < n; i++) sum_add(&s, p[i] = n_exp(n_sub(l[i], top)));
   for (int64_t i = 0; i < n; i++) p[i] = n_div(p[i], sum_end(&s));
   return n_add(n_log(sum_end(&s)), top);
@@ -77,7 +77,7 @@ static num weigh_token(num *weights, num *score, num *chosen, num *p, const num 
   scores_of(score, chosen, p, ids, K, w.scoring, shift);
   num divisor = n_exact(1);
   if (w.renormalize && !(w.scoring == MOE__SOFTMAX_CHOSEN && w.epsilon == 0)) {
-    struct sum s = {0};
+    struct sum s = { 0 };
     for (int64_t k = 0; k < K; k++) sum_add(&s, score[k]);
     divisor = w.epsilon == 0 ? sum_end(&s) : n_add(sum_end(&s), n_real(w.epsilon));
   }
@@ -92,7 +92,7 @@ static struct work work_for(int64_t E, int64_t K)
 {
   num *all = malloc((size_t)(4 * K + E) * sizeof *all + 1);
   if (!all) abort();
-  return (struct work){all, all + K, all + 2 * K, all + 4 * K, all + 3 * K};
+  return (struct work){ all, all + K, all + 2 * K, all + 4 * K, all + 3 * K };
 }
 
 static int ids_known(const int32_t *ids, int64_t E, int64_t K)
@@ -133,7 +133,7 @@ void ref_weights_bwd(num *dlogits, const num *dweights, const num *logits, const
     num divisor = n_exact(1);
     if (good) divisor = weigh_token(x.r, x.score, x.chosen, x.p, logits, ids, E, K, w);
     for (int64_t k = 0; k < K && good; k++) good = isfinite(x.r[k].v);
-    struct sum dot = {0}, through = {0};
+    struct sum dot = { 0 }, through = { 0 };
     for (int64_t k = 0; k < K && good; k++) sum_mul(&dot, n_mul(n_real(w.scale), dweights[k]), x.r[k]);
     for (int64_t k = 0; k < K && good; k++) {
       num g = n_mul(n_real(w.scale), dweights[k]);
@@ -142,7 +142,7 @@ void ref_weights_bwd(num *dlogits, const num *dweights, const num *logits, const
       sum_mul(&through, x.q[k], x.score[k]);
     }
     for (int64_t e = 0; e < E; e++) {
-      struct sum s = {0};
+      struct sum s = { 0 };
       for (int64_t k = 0; k < K && good; k++) {
         if (ids[k] != e) continue;
         num slope = pointwise ? log_slope(x.chosen[k], w.scoring) : n_exact(1);
@@ -248,7 +248,7 @@ const char *ref_select_check(const int32_t *ids, const num *logits, const num *b
 void ref_select_weights(num *weights, const int32_t *ids, const num *logits, int64_t T, int64_t E, struct moe__select s)
 {
   int32_t health = 0;
-  struct moe__weigh w = {s.kind == MOE__SELECT_SOFTMAX ? MOE__SOFTMAX : MOE__SIGMOID, s.renormalize, s.scale, 0};
+  struct moe__weigh w = { s.kind == MOE__SELECT_SOFTMAX ? MOE__SOFTMAX : MOE__SIGMOID, s.renormalize, s.scale, 0 };
   ref_weights(weights, &health, logits, ids, T, E, s.K, w);
 }
 
@@ -259,7 +259,7 @@ static num token_probs(num *p, num *slope, const num *logits, int64_t E, int64_t
   num lse = softmax(p, logits, E);
   for (int64_t e = 0; e < E; e++) slope[e] = n_exact(1);
   if (scoring != MOE__SIGMOID) return lse;
-  struct sum s = {0};
+  struct sum s = { 0 };
   for (int64_t e = 0; e < E; e++) {
     sum_add(&s, p[e] = shifted_sigmoid(logits[e], 0));
     slope[e] = log_slope(logits[e], scoring);
@@ -273,7 +273,7 @@ void ref_balance_fwd(num *losses, int32_t *counts, num *probs, int32_t *tokens, 
 {
   int64_t N = T / S, present = 0, all = 0;
   num *p = malloc((size_t)(2 * E) * sizeof *p);
-  struct sum *column = malloc((size_t)E * sizeof *column), balance = {0}, z = {0};
+  struct sum *column = malloc((size_t)E * sizeof *column), balance = { 0 }, z = { 0 };
   if (!p || !column) abort();
   for (int64_t s = 0; s < S; s++) {
     memset(column, 0, (size_t)E * sizeof *column);
@@ -288,7 +288,7 @@ void ref_balance_fwd(num *losses, int32_t *counts, num *probs, int32_t *tokens, 
       for (int64_t k = 0; k < K; k++)
         if (ids[t * K + k] >= 0 && ids[t * K + k] < E) counts[s * E + ids[t * K + k]]++;
     }
-    struct sum dot = {0};
+    struct sum dot = { 0 };
     for (int64_t e = 0; e < E; e++) {
       probs[s * E + e] = sum_end(&column[e]);
       sum_mul(&dot, n_exact(counts[s * E + e]), probs[s * E + e]);
@@ -326,7 +326,7 @@ void ref_balance_bwd(num *dlogits, const num *logits, const int32_t *counts, con
     num n = n_exact(tokens[s]), of = n_mul(n_mul(n_mul(n_exact((double)K), n), n), n_exact((double)present));
     num by = masked ? n_exact(0) : n_div(n_mul(n_real(balance_coef), n_exact((double)E)), of);
     num zby = masked ? n_exact(0) : n_div(n_mul(n_mul(n_exact(2), n_real(z_coef)), lse), n_exact((double)all));
-    struct sum dot = {0};
+    struct sum dot = { 0 };
     for (int64_t e = 0; e < E; e++) sum_mul(&dot, n_exact(counts[s * E + e]), p[e]);
     for (int64_t e = 0; e < E; e++) {
       num d = n_sub(n_exact(counts[s * E + e]), sum_end(&dot));
@@ -368,7 +368,7 @@ void ref_load_stats(num *stats, const int32_t *counts, int64_t S, int64_t E)
     dead += n == 0;
   }
   num total = n_ulps((double)all, 0, 0.5);
-  struct sum entropy = {0};
+  struct sum entropy = { 0 };
   for (int64_t e = 0; e < E; e++) {
     int64_t n = count_of(counts, S, E, e);
     num p = n_div(n_ulps((double)n, 0, 0.5), total);

@@ -11,13 +11,11 @@ moe_status moe__gemm(moe_queue *q, const struct moe__args_ggemm_rows *a, double 
   const struct moe__divisor div = moe__divide(a->map.handle ? a->div : 1);
   if (a->R == 0) return MOE_OK;
   return LAUNCH(q, tile == 128 ? &large : &small, a->dtype, row_tiles * halves * moe__ceil_div(N, tile), 1, 1, 256,
-                T_(a->c), L_(a->c.stride[0]), L_(a->c.stride[1]), I_(a->c.dtype),
-                T_(a->a), L_(a->a.stride[0]), L_(a->a.stride[1]),
-                T_(a->b[0]), L_(a->b[0].stride[0]), L_(a->b[0].stride[1]), L_(a->b[0].stride[2]),
-                T_(a->b[1]), L_(a->b[1].stride[0]), L_(a->b[1].stride[1]), L_(a->b[1].stride[2]),
-                T_(a->bias[0]), L_(a->bias[0].stride[0]), L_(a->bias[0].stride[1]),
-                T_(a->bias[1]), L_(a->bias[1].stride[0]), L_(a->bias[1].stride[1]), I_(a->bias[0].dtype),
-                T_(a->offs), T_(a->map), L_(div.mul), I_(div.shift),
+                T_(a->c), L_(a->c.stride[0]), L_(a->c.stride[1]), I_(a->c.dtype), T_(a->a), L_(a->a.stride[0]),
+                L_(a->a.stride[1]), T_(a->b[0]), L_(a->b[0].stride[0]), L_(a->b[0].stride[1]), L_(a->b[0].stride[2]),
+                T_(a->b[1]), L_(a->b[1].stride[0]), L_(a->b[1].stride[1]), L_(a->b[1].stride[2]), T_(a->bias[0]),
+                L_(a->bias[0].stride[0]), L_(a->bias[0].stride[1]), T_(a->bias[1]), L_(a->bias[1].stride[0]),
+                L_(a->bias[1].stride[1]), I_(a->bias[0].dtype), T_(a->offs), T_(a->map), L_(div.mul), I_(div.shift),
                 L_(a->R), I_(a->E), L_(N), L_(K), I_(a->split), R_(alpha), I_(accumulate));
 }
 
@@ -31,8 +29,11 @@ static moe_tensor stacked(moe_tensor t)
 
 static moe_status run_gemm(moe_queue *q, const struct moe__args_gemm *a)
 {
-  const struct moe__args_ggemm_rows rows = { .dtype = a->dtype, .c = a->c, .a = a->a, .b = { stacked(a->b) },
-    .bias = { stacked(a->bias) }, .R = a->M, .E = 1, .N = a->N, .K = a->K };
+  struct moe__args_ggemm_rows rows = {
+    .dtype = a->dtype, .c = a->c, .a = a->a, .R = a->M, .E = 1, .N = a->N, .K = a->K
+  };
+  rows.b[0] = stacked(a->b);
+  rows.bias[0] = stacked(a->bias);
   return moe__gemm(q, &rows, a->alpha, a->accumulate);
 }
 

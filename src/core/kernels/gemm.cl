@@ -21,7 +21,7 @@
 #define VEC float4
 #endif
 /* Two buffers of two tiles, or at the end 64 lines of outputs; vectors for their alignment. */
-#define TILES(name, T) LOCAL_ARRAY(VEC, name, (T) * 1024 * sizeof(REAL) / sizeof(VEC))
+#define TILES(name, T) LOCAL_ARRAY(VEC, name, (T)*1024 * sizeof(REAL) / sizeof(VEC))
 
 /* Lines of a tile are swizzled every 4 k's: then the transposing stores and the vector loads are both free of
    bank conflicts, without padding. */
@@ -119,13 +119,13 @@ FN long map_row(const row_map *map, int entry)
    across, along the lines. */
 typedef struct {
   const GLOBAL ST *x;
-  long at;            /* of the present quad in x; at row 0 where k goes by a map */
-  long step, next;    /* elements between the neighbours of a quad; from k to k + 1 */
-  int k, lines;       /* the quad's first k in a step; how many of its elements are on lines that exist */
-  int slot;           /* its place in the tile */
+  long at;         /* of the present quad in x; at row 0 where k goes by a map */
+  long step, next; /* elements between the neighbours of a quad; from k to k + 1 */
+  int k, lines;    /* the quad's first k in a step; how many of its elements are on lines that exist */
+  int slot;        /* its place in the tile */
   int across, wide;
-  row_map map;        /* of the k's, from the item's present one on */
-  int entry;          /* what it holds there */
+  row_map map; /* of the k's, from the item's present one on */
+  int entry;   /* what it holds there */
 } operand;
 
 /* Lines first.. of x, `stride` apart, of which `lines` exist; quads along k go by a map where `rows` has one, and
@@ -182,21 +182,20 @@ FN void put(LOCAL REAL *tile, const quad *q, const operand *o, int T)
 
 FN void multiply_quads(REAL *acc, const REAL *x, const REAL *y)
 {
-  UNROLL for (int i = 0; i < 4; i++)
-    UNROLL for (int j = 0; j < 4; j++) acc[4 * i + j] = fma(x[i], y[j], acc[4 * i + j]);
+  UNROLL for (int i = 0; i < 16; i++) acc[i] = fma(x[i / 4], y[i % 4], acc[i]);
 }
 FN void multiply_step(REAL *acc, const LOCAL REAL *a, const LOCAL REAL *b, int T)
 {
-  UNROLL for (int k = 0; k < 16; k++)
-    if (k < TK(T)) {
-      REAL x[8], y[8];
-      UNROLL QUADS(q, T) {
-        local_get(x + 4 * q, a + (k * 16 * T + 64 * q) + SWIZZLED(k, 4 * ITEM_M, T));
-        local_get(y + 4 * q, b + (k * 16 * T + 64 * q) + SWIZZLED(k, 4 * ITEM_N, T));
-      }
-      UNROLL QUADS(i, T)
-        UNROLL QUADS(j, T) multiply_quads(acc + 32 * i + 16 * j, x + 4 * i, y + 4 * j);
+  UNROLL for (int k = 0; k < 16; k++) if (k < TK(T))
+  {
+    REAL x[8], y[8];
+    UNROLL QUADS(q, T)
+    {
+      local_get(x + 4 * q, a + (k * 16 * T + 64 * q) + SWIZZLED(k, 4 * ITEM_M, T));
+      local_get(y + 4 * q, b + (k * 16 * T + 64 * q) + SWIZZLED(k, 4 * ITEM_N, T));
     }
+    UNROLL QUADS(i, T) UNROLL QUADS(j, T) multiply_quads(acc + 32 * i + 16 * j, x + 4 * i, y + 4 * j);
+  }
 }
 
 /* acc += a b' over K.  Item (m, n) has T/4 x T/4 quads of 4 x 4: acc[32p + 16q + 4i + j] is line 64p + 4m + i of a
@@ -242,35 +241,39 @@ FN void store_tile(const result *r, REAL *acc, LOCAL REAL *tiles, int T)
 {
   const int down = r->ms < r->ns; /* neighbouring items take neighbouring lines */
   REAL bias[8];
-  UNROLL for (int j = 0; j < 8; j++) {
+  UNROLL for (int j = 0; j < 8; j++)
+  {
     const int n = 64 * (j / 4) + 4 * ITEM_N + j % 4;
     bias[j] = r->bias && n < r->columns ? ldx(r->bias, r->bias_at + n * r->bias_ns, r->bias_dt) : R(0.0);
   }
-  UNROLL QUADS(part, T) {
-    UNROLL for (int i = 0; i < 4; i++) {
+  UNROLL QUADS(part, T)
+  {
+    UNROLL for (int i = 0; i < 4; i++)
+    {
       const int m = 4 * ITEM_M + i;
-      UNROLL QUADS(q, T) {
+      UNROLL QUADS(q, T)
+      {
         REAL v[4];
         UNROLL for (int j = 0; j < 4; j++) v[j] = fma(r->alpha, acc[32 * part + 16 * q + 4 * i + j], bias[4 * q + j]);
         local_put(tiles + m * 16 * T + 64 * q + (4 * ITEM_N ^ (m & 7) * 4), v);
       }
     }
     BARRIER();
-    ROLLED for (int s = LID; s < 64 * 16 * T; s += 4 * GROUP_ITEMS) {
+    ROLLED for (int s = LID; s < 64 * 16 * T; s += 4 * GROUP_ITEMS)
+    {
       REAL v[4];
       long at[4];
-      UNROLL for (int j = 0; j < 4; j++) {
+      UNROLL for (int j = 0; j < 4; j++)
+      {
         const int i = s + j * GROUP_ITEMS;
         const int m = down ? i % 64 : i / (16 * T), n = down ? i / 64 : i % (16 * T);
         at[j] = 64 * part + m < r->rows && n < r->columns ? r->at + (64 * part + m) * r->ms + n * r->ns : -1;
         v[j] = tiles[m * 16 * T + (n ^ (m & 7) * 4)];
       }
       if (r->accumulate) {
-        UNROLL for (int j = 0; j < 4; j++)
-          if (at[j] >= 0) v[j] += ldx(r->c, at[j], r->dt);
+        UNROLL for (int j = 0; j < 4; j++) if (at[j] >= 0) v[j] += ldx(r->c, at[j], r->dt);
       }
-      UNROLL for (int j = 0; j < 4; j++)
-        if (at[j] >= 0) stx(r->c, at[j], r->dt, v[j]);
+      UNROLL for (int j = 0; j < 4; j++) if (at[j] >= 0) stx(r->c, at[j], r->dt, v[j]);
     }
     BARRIER();
   }

@@ -12,9 +12,10 @@
 #define LANES 32
 #define ROWS_AT_ONCE 8
 
-KERNEL(colsum)(TENSOR(uchar, c0), long c0_es, long c0_ns, TENSOR(uchar, c1), long c1_es, long c1_ns, int c0_dt, int c1_dt,
-               TENSOR(const ST, p), long p_rs, long p_ns, TENSOR(const REAL, weights), TENSOR(const int, offs),
-               TENSOR(const int, map), int div, long N, int parts, int accumulate)
+KERNEL(colsum)
+(TENSOR(uchar, c0), long c0_es, long c0_ns, TENSOR(uchar, c1), long c1_es, long c1_ns, int c0_dt, int c1_dt,
+ TENSOR(const ST, p), long p_rs, long p_ns, TENSOR(const REAL, weights), TENSOR(const int, offs),
+ TENSOR(const int, map), int div, long N, int parts, int accumulate)
 {
   LOCAL_ARRAY(REAL, sums, ROWS_AT_ONCE * LANES);
   AT_OPT(p);

@@ -53,8 +53,9 @@ struct moe__divisor {
 static inline struct moe__divisor moe__divide(int64_t div)
 {
   struct moe__divisor d = { 0, 31 };
-  while (d.shift < 62 && (int64_t)1 << (d.shift - 31) < div) d.shift++;
-  d.mul = ((int64_t)1 << d.shift) / (div < INT32_MAX ? div : INT32_MAX) + 1;
+  if (div > (int64_t)1 << 31) div = (int64_t)1 << 31;
+  while ((int64_t)1 << (d.shift - 31) < div) d.shift++;
+  d.mul = ((int64_t)1 << d.shift) / div + 1;
   return d;
 }
 /* Side of the tiles of gemm.cl for `count` products of rows x columns outputs: 128, or 64 where those would leave

@@ -67,12 +67,12 @@ KERNEL(plan_ranks)(TENSOR(int, slot2row), TENSOR(int, table), long R, long lengt
 /* Exclusive sum of `value` over the lanes before this one; `buf` is LOCAL_ARRAY(int, buf, 256). */
 #define SUM_BEFORE(result, value, buf, lane, lanes)                                                                    \
   do {                                                                                                                 \
-    GROUP_BARRIER();                                                                                                         \
+    GROUP_BARRIER();                                                                                                   \
     buf[LID] = (value);                                                                                                \
     for (int h_ = 1; h_ < (lanes); h_ <<= 1) {                                                                         \
-      GROUP_BARRIER();                                                                                                       \
+      GROUP_BARRIER();                                                                                                 \
       const int add_ = (lane) >= h_ ? buf[LID - h_] : 0;                                                               \
-      GROUP_BARRIER();                                                                                                       \
+      GROUP_BARRIER();                                                                                                 \
       buf[LID] += add_;                                                                                                \
     }                                                                                                                  \
     result = buf[LID] - (value);                                                                                       \

@@ -66,13 +66,16 @@ static moe_status run_select(moe_queue *q, const struct moe__args_select *args)
   const int sigmoid = s->kind == MOE__SELECT_GROUPED_SIGMOID, local = q->ctx->info->reduce_local;
   const int64_t groups = sigmoid ? s->groups : 0, room = ROOM_BYTES / (args->dtype == MOE_F64 ? 8 : 4);
   int lanes = 1; /* as few as local memory has rows for */
-  while (lanes < local && (local / lanes * (args->E + lanes) > room || local / lanes * groups > GROUPS_MOST)) lanes *= 2;
+  while (lanes < local && (local / lanes * (args->E + lanes) > room || local / lanes * groups > GROUPS_MOST))
+    lanes *= 2;
   const int cached = local / lanes * (args->E + lanes) <= room;
   MOE__TRY(LAUNCH(q, &K, moe__real(args->dtype), moe__row_groups(q, args->T, lanes), 1, 1, local, T_(args->ids),
                   T_(args->logits), I_(args->logits.dtype), L_(args->logits.stride[0]), L_(args->logits.stride[1]),
                   T_(args->bias), L_(args->T), I_(args->E), I_(s->K), I_(lanes), I_(cached),
-                  I_(sigmoid ? BY_SIGMOID : args->bias.handle ? BY_SOFTMAX : BY_LOGIT), I_(groups),
-                  I_(s->selected_groups), I_(s->group_top_two)));
+                  I_(sigmoid             ? BY_SIGMOID
+                     : args->bias.handle ? BY_SOFTMAX
+                                         : BY_LOGIT),
+                  I_(groups), I_(sigmoid ? s->selected_groups : 0), I_(s->group_top_two)));
   if (!args->weights.handle) return MOE_OK;
   return run_weights(q, &(struct moe__args_weights){ .dtype = args->dtype,
                                                      .weights = args->weights,
@@ -127,10 +130,10 @@ static moe_status run_balance_fwd(moe_queue *q, const struct moe__args_balance_f
   MOE__TRY(LAUNCH(q, &ROWS, dtype, moe__row_groups(q, T, lanes), 1, 1, local, T_(rows), T_(args->logits),
                   I_(args->logits.dtype), L_(args->logits.stride[0]), L_(args->logits.stride[1]), T_(args->mask), L_(T),
                   I_(E), I_(lanes), I_(args->scoring)));
-  MOE__TRY(LAUNCH(q, &SPANS, dtype, S * b.spans, b.blocks, 1, local, T_(probs), T_(counts), T_(z), T_(tokens),
-                  T_(rows), T_(args->logits), I_(args->logits.dtype), L_(args->logits.stride[0]),
-                  L_(args->logits.stride[1]), T_(args->ids), T_(args->mask), L_(T), L_(S ? T / S : 0), L_(b.spans),
-                  I_(E), I_(args->K), I_(args->scoring)));
+  MOE__TRY(LAUNCH(q, &SPANS, dtype, S * b.spans, b.blocks, 1, local, T_(probs), T_(counts), T_(z), T_(tokens), T_(rows),
+                  T_(args->logits), I_(args->logits.dtype), L_(args->logits.stride[0]), L_(args->logits.stride[1]),
+                  T_(args->ids), T_(args->mask), L_(T), L_(S ? T / S : 0), L_(b.spans), I_(E), I_(args->K),
+                  I_(args->scoring)));
   MOE__TRY(LAUNCH(q, &SUMS, dtype, S, b.blocks, 1, local, T_(args->counts), T_(args->probs), T_(args->tokens), T_(dots),
                   T_(probs), T_(counts), T_(tokens), L_(b.spans), I_(E)));
   return LAUNCH(q, &LOSSES, dtype, 1, 1, 1, local, T_(args->losses), T_(args->tokens), T_(dots), T_(z), L_(S),

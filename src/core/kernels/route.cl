@@ -4,8 +4,9 @@
    T tokens, E experts, K slots of a token; logits l [T,E] of any float type and strides, all arithmetic in REAL.
    A row of logits is shared by `lanes` items (common.clh), so a group serves LSIZE/lanes tokens and reads them
    coalesced; a device whose groups are small gets one item a token and no reductions.  Rows past T work on row T-1
-   again and write nothing: every item meets every barrier.  No barrier stands under an `if`, not even a uniform one:
-   a reduction that a call does not need runs on zeros. */
+   again and write nothing: every item meets every barrier.  No barrier stands under an `if`, not even a uniform one
+   (PoCL's compiler copies what follows it, and the copies double with every one): a reduction that a call does not
+   need runs on zeros. */
 #ifndef MOE_CUDA
 #pragma OPENCL FP_CONTRACT OFF
 #endif
@@ -128,17 +129,17 @@ FN key expert_key(const GLOBAL uchar *logits, long at, int dt, const GLOBAL REAL
   }
 #define AGREE()                                                                                                        \
   do {                                                                                                                 \
-    GROUP_BARRIER();                                                                                                         \
+    GROUP_BARRIER();                                                                                                   \
     best[LID] = mine;                                                                                                  \
     best_id[LID] = mine_id;                                                                                            \
     for (int h_ = lanes >> 1; h_ > 0; h_ >>= 1) {                                                                      \
-      GROUP_BARRIER();                                                                                                       \
+      GROUP_BARRIER();                                                                                                 \
       if (lane < h_ && before(best[LID + h_], best_id[LID + h_], best[LID], best_id[LID])) {                           \
         best[LID] = best[LID + h_];                                                                                    \
         best_id[LID] = best_id[LID + h_];                                                                              \
       }                                                                                                                \
     }                                                                                                                  \
-    GROUP_BARRIER();                                                                                                         \
+    GROUP_BARRIER();                                                                                                   \
     chosen = best[LID - lane];                                                                                         \
     chosen_id = best_id[LID - lane];                                                                                   \
   } while (0)
@@ -155,8 +156,8 @@ FN key expert_key(const GLOBAL uchar *logits, long at, int dt, const GLOBAL REAL
    outside the `keep` best groups are no candidates.
    A group of items takes LSIZE/lanes tokens.  Keys are computed once, from one coalesced reading of the logits,
    and kept in local memory (E + lanes apart, so that rows lie in different banks) where `cached`; past ROOM (over
-   4000 experts) each pass reads the logits again, from cache.  Then K passes of NEXT_BEST.  NaN logits are left
-   out of a softmax's maximum and sum: they rank last, and the others keep their order.  Bytes: l once, ids once.
+   4000 experts) each pass reads the logits again, from cache.  Then K passes of SCAN and AGREE.  NaN logits are
+   left out of a softmax's maximum and sum: they rank last, and the others keep their order.  Bytes: l once, ids once.
    Comparisons (E*K a token) bound it from about K = 8 on. */
 KERNEL(route_select)(TENSOR(int, ids), TENSOR(const uchar, logits), int dt, long s0, long s1, TENSOR(const REAL, bias),
                      long T, int E, int K, int lanes, int cached, int rule, int groups, int keep, int top_two)
@@ -182,8 +183,7 @@ KERNEL(route_select)(TENSOR(int, ids), TENSOR(const uchar, logits), int dt, long
     if (!IS_NAN(l)) sum += exp(l - top);
   }
   ROW_SUM(sum, sum, buf, lanes);
-  if (cached)
-    for (int e = lane; e < E; e += lanes) KEPT_KEY(e) = FRESH_KEY(e);
+  for (int e = lane; cached && e < E; e += lanes) KEPT_KEY(e) = FRESH_KEY(e);
   GROUP_BARRIER();
 
   const int size = groups ? E / groups : E;
@@ -207,9 +207,8 @@ KERNEL(route_select)(TENSOR(int, ids), TENSOR(const uchar, logits), int dt, long
   }
   const key last_group = chosen;
   const int last_group_id = chosen_id;
-  if (cached && groups)
-    for (int e = lane; e < E; e += lanes)
-      if (GROUP_CLOSED(e)) KEPT_KEY(e) = KEY_NEVER;
+  for (int e = lane; cached && e < E; e += lanes)
+    if (GROUP_CLOSED(e)) KEPT_KEY(e) = KEY_NEVER;
 
   chosen = KEY_MOST, chosen_id = -1;
   for (int k = 0; k < K; k++) {
@@ -230,8 +229,7 @@ KERNEL(route_select)(TENSOR(int, ids), TENSOR(const uchar, logits), int dt, long
      PLAIN, EPSILON  softmax: shift = max l over E, D = sum over E of exp(l - shift); else shift = 0, D = 1
      SHIFTED         shift = max over the slots of a_k, D = 1
      Z = D (PLAIN), sum over slots of s_k (SHIFTED), that + epsilon * D (EPSILON)
-   Both kernels begin with it.  No sum over lanes stands in a branch: PoCL's compiler copies what follows a barrier
-   in a branch, and the copies double with every one.  Lanes take every lanes-th slot (or expert); sums are trees over the lanes. */
+   Both kernels begin with it.  Lanes take every lanes-th slot (or expert); sums are trees over the lanes. */
 #define LOGIT(e) ldx(logits, row + (e) * s1, dt)
 #define KNOWN(id) ((id) >= 0 && (id) < E)
 #define OVER_EXPERTS (score == SOFTMAX && norm != SHIFTED)
