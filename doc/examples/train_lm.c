@@ -231,43 +231,12 @@ struct model {
   moe_tensor ids, targets;
   moe_layer_state states[MAX_BLOCKS];
   int32_t *host_ids, *host_targets;
+  int64_t streams; /* of initial values, used so far */
 };
 
-/* Normal values through a one-expert router would be odd: the library's init belongs to layers, so our few
-   matrices are filled on the host. Box and Muller's method over xorshift. */
-static moe_status fill_matrix(struct model *m, const struct matrix *x, double stddev, double constant, uint64_t *random)
-{
-  int64_t n = moe_tensor_count(&x->t);
-  uint64_t size = moe_dtype_size(x->t.dtype);
-  unsigned char *raw = malloc((size_t)n * size);
-  if (!raw) return MOE_ERR_NO_MEMORY;
-  for (int64_t i = 0; i < n; i++) {
-    double u = ((double)(next_random(random) >> 11) + 1) * 0x1p-53, v = (double)(next_random(random) >> 11) * 0x1p-53;
-    float f = (float)(stddev * sqrt(-2 * log(u)) * cos(2 * 3.14159265358979323846 * v) + constant);
-    uint32_t bits;
-    memcpy(&bits, &f, 4);
-    if (x->t.dtype == MOE_F64) {
-      double d = (double)f;
-      memcpy(raw + i * 8, &d, 8);
-    } else if (x->t.dtype == MOE_F32) {
-      memcpy(raw + i * 4, &f, 4);
-    } else if (x->t.dtype == MOE_BF16) {
-      uint16_t h = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-      memcpy(raw + i * 2, &h, 2);
-    } else { /* f16; the values are normal numbers or small ones that round to 0 */
-      int exponent = (int)(bits >> 23 & 255) - 112;
-      uint16_t h = (uint16_t)(bits >> 16 & 0x8000);
-      if (exponent > 0) h = (uint16_t)(h | ((exponent << 10 | (int)(bits >> 13 & 1023)) + (int)(bits >> 12 & 1)));
-      memcpy(raw + i * 2, &h, 2);
-    }
-  }
-  moe_status st = moe_span_write(m->q, x->memory, raw, (uint64_t)n * size);
-  free(raw);
-  return st;
-}
-
+/* Values: normal of this standard deviation (a stream of their own), or all 1 where it is 0. */
 static moe_status make_matrix(struct model *m, struct matrix *x, int64_t rank, int64_t rows, int64_t cols,
-                              double stddev, double constant, double decay, uint64_t *random)
+                              double stddev, double decay)
 {
   const int64_t shape[2] = { rows, cols };
   int64_t n = rank == 2 ? rows * cols : rows, grad_dtype = m->o.dtype == MOE_F64 ? MOE_F64 : MOE_F32;
@@ -276,7 +245,8 @@ static moe_status make_matrix(struct model *m, struct matrix *x, int64_t rank, i
   if (!st) st = moe_span_alloc(&x->grad_memory, m->ctx, grad_bytes);
   if (!st) st = moe_tensor_packed(&x->t, x->memory, m->o.dtype, rank, shape);
   if (!st) st = moe_tensor_packed(&x->grad, x->grad_memory, grad_dtype, rank, shape);
-  if (!st) st = fill_matrix(m, x, stddev, constant, random);
+  if (!st && stddev > 0) st = moe_tensor_normal(m->q, &x->t, (uint64_t)m->o.seed, m->streams++, stddev);
+  else if (!st) st = moe_tensor_fill(m->q, &x->t, 1);
   if (!st) st = moe_adamw_add(m->adamw, &x->t, &x->grad, decay, 1);
   return st;
 }
@@ -285,7 +255,6 @@ static int build(struct model *m)
 {
   const struct options *o = &m->o;
   int64_t in = o->context * o->embed, real = o->dtype == MOE_F64 ? MOE_F64 : MOE_F32;
-  uint64_t random = 0x9e3779b97f4a7c15u * (uint64_t)(o->seed + 1) | 1;
 
   moe_context_desc cd = moe_context_desc_init();
   cd.device = o->device;
@@ -324,13 +293,13 @@ static int build(struct model *m)
   ad.max_norm = 1;
   TRY(moe_adamw_create(&m->adamw, m->ctx, &ad));
 
-  TRY(make_matrix(m, &m->embed, 2, VOCAB, o->embed, 1, 0, 0, &random));
-  TRY(make_matrix(m, &m->mix, 2, o->width, in, 1 / sqrt((double)in), 0, 0.05, &random));
-  TRY(make_matrix(m, &m->head, 2, VOCAB, o->width, 0.5 / sqrt((double)o->width), 0, 0.05, &random));
+  TRY(make_matrix(m, &m->embed, 2, VOCAB, o->embed, 1, 0));
+  TRY(make_matrix(m, &m->mix, 2, o->width, in, 1 / sqrt((double)in), 0.05));
+  TRY(make_matrix(m, &m->head, 2, VOCAB, o->width, 0.5 / sqrt((double)o->width), 0.05));
   moe_layer_bytes bytes = moe_layer_bytes_init();
   TRY(moe_layer_measure(&bytes, m->layer, o->batch, 0));
   for (int64_t b = 0; b <= o->blocks; b++) {
-    TRY(make_matrix(m, &m->norm[b], 1, o->width, 0, 0, 1, 0, &random));
+    TRY(make_matrix(m, &m->norm[b], 1, o->width, 0, 0, 0));
     if (b == o->blocks) break;
     TRY(moe_span_alloc(&m->params[b], m->ctx, bytes.params));
     TRY(moe_span_alloc(&m->grads[b], m->ctx, bytes.grads));
@@ -407,41 +376,16 @@ static int evaluate(struct model *m, const struct text *t, double *bits)
 }
 
 /* ---- export ---------------------------------------------------------------------------------------------------------- */
-static float to_float(const unsigned char *raw, int64_t dtype, int64_t i)
-{
-  float f = 0;
-  if (dtype == MOE_F64) {
-    double d;
-    memcpy(&d, raw + i * 8, 8);
-    f = (float)d;
-  } else if (dtype == MOE_F32) {
-    memcpy(&f, raw + i * 4, 4);
-  } else {
-    uint16_t h;
-    memcpy(&h, raw + i * 2, 2);
-    if (dtype == MOE_BF16) {
-      uint32_t bits = (uint32_t)h << 16;
-      memcpy(&f, &bits, 4);
-    } else {
-      int e = h >> 10 & 31;
-      f = (float)ldexp((h & 1023) + (e ? 1024 : 0), (e ? e : 1) - 25) * (h >> 15 ? -1 : 1);
-    }
-  }
-  return f;
-}
-
 static int write_matrix(struct model *m, FILE *f, const moe_tensor *t)
 {
   int64_t count = moe_tensor_count(t), cols = t->rank > 1 ? t->shape[t->rank - 1] : 1;
   const int64_t header[2] = { cols ? count / cols : 0, cols };
-  uint64_t bytes = moe_tensor_extent(t);
-  unsigned char *raw = malloc(bytes ? bytes : 1);
-  float *values = malloc((size_t)(count ? count : 1) * sizeof *values);
-  int ok = raw && values && moe_span_read(m->q, raw, (moe_span){ t->handle, t->offset, bytes }, bytes) == MOE_OK;
-  for (int64_t i = 0; ok && i < count; i++) values[i] = to_float(raw, t->dtype, i);
-  ok = ok && fwrite(header, sizeof header, 1, f) == 1 &&
-       fwrite(values, sizeof *values, (size_t)count, f) == (size_t)count;
-  free(raw);
+  double *values = malloc((size_t)(count ? count : 1) * sizeof *values);
+  int ok = values && moe_tensor_read(m->q, values, t, count) == MOE_OK && fwrite(header, sizeof header, 1, f) == 1;
+  for (int64_t i = 0; ok && i < count; i++) {
+    float value = (float)values[i];
+    ok = fwrite(&value, sizeof value, 1, f) == 1;
+  }
   free(values);
   return ok;
 }

@@ -88,6 +88,17 @@ MOE_API MOE_CHECKED moe_status moe_span_copy(moe_queue *queue, moe_span to, moe_
 /* Sets every byte; enqueued. */
 MOE_API MOE_CHECKED moe_status moe_span_fill(moe_queue *queue, moe_span to, uint8_t byte);
 
+/* Values of packed float tensors (F64, F32, BF16, F16), for set-up and inspection: the first call of a kind
+   compiles its kernel. */
+/* Every element becomes `value`; enqueued. */
+MOE_API MOE_CHECKED moe_status moe_tensor_fill(moe_queue *queue, const moe_tensor *t, double value);
+/* Normal values of standard deviation stddev, a function of (seed, stream, index) alone: the same bits on every
+   device.  Give each tensor its own stream, 0..2^31-1.  Enqueued. */
+MOE_API MOE_CHECKED moe_status moe_tensor_normal(moe_queue *queue, const moe_tensor *t, uint64_t seed, int64_t stream,
+                                                 double stddev);
+/* Blocks; the first n elements (or all, if fewer) as doubles.  Takes integer tensors too. */
+MOE_API MOE_CHECKED moe_status moe_tensor_read(moe_queue *queue, double *out, const moe_tensor *t, int64_t n);
+
 #ifdef __cplusplus
 }
 #endif

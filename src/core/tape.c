@@ -300,18 +300,9 @@ moe_status moe_tape_tensor(moe_tensor *out, const moe_tape *t, moe_value v)
 
 moe_status moe_tape_read(moe_tape *t, moe_value v, double *out, int64_t n)
 {
-  static const char fn[] = "moe_tape_read";
   moe_tensor x;
   MOE__TRY(moe_tape_tensor(&x, t, v));
-  if (n < 0 || (n && !out)) return moe__fail(MOE_ERR_INVALID, "%s: out is NULL or n < 0", fn);
-  if (n > moe_tensor_count(&x)) n = moe_tensor_count(&x);
-  uint64_t bytes = (uint64_t)n * moe_dtype_size(x.dtype);
-  void *raw = malloc(bytes ? bytes : 1);
-  if (!raw) return moe__fail(MOE_ERR_NO_MEMORY, "%s: no host memory", fn);
-  moe_status st = moe_span_read(t->q, raw, (moe_span){ x.handle, x.offset, bytes }, bytes);
-  for (int64_t i = 0; !st && i < n; i++) out[i] = moe__to_double(raw, x.dtype, i);
-  free(raw);
-  return st;
+  return moe_tensor_read(t->q, out, &x, n);
 }
 
 /* ---- gradients of inputs, as rules add them ------------------------------------------------------------------------ */

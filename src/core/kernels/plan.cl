@@ -15,7 +15,8 @@
 #define HEALTH_ID 2
 
 /* slot2row[t,k] = ids[t,k], or -1 for a token that leaves the plan: an id outside [0,E) or a weight that is not
-   finite.  Clears the table.  An item takes a token at a time.  Bytes: ids, weights, slot2row, table once. */
+   finite.  An item takes a token at a time.  Clears the table, a run of cells a group.  Bytes: ids, weights, slot2row,
+   table once. */
 KERNEL(plan_check)(TENSOR(int, slot2row), TENSOR(int, table), TENSOR(const int, ids), TENSOR(const REAL, weights),
                    TENSOR(int, health), long T, int K, int E, long cells)
 {
@@ -33,7 +34,8 @@ KERNEL(plan_check)(TENSOR(int, slot2row), TENSOR(int, table), TENSOR(const int, 
     for (long i = t * K; i < (t + 1) * K; i++) slot2row[i] = bad_id || bad_weight ? -1 : ids[i];
     if ((bad_id || bad_weight) && health) ATOMIC_OR(health, bad_id ? HEALTH_ID : HEALTH_ROUTE);
   }
-  for (long i = GID; i < cells; i += GSIZE) table[i] = 0;
+  const long run = (cells + GROUPS(0) - 1) / GROUPS(0), end = MIN2((GROUP(0) + 1) * run, cells);
+  for (long i = GROUP(0) * run + LID; i < end; i += LSIZE) table[i] = 0;
 }
 
 /* Group c: table[e,c] = slots of chunk c with expert e; slot2row[i] = rank of slot i among them.  The chunk goes by

@@ -60,7 +60,8 @@ FN REAL scored(int score, REAL l, REAL shift)
 }
 FN REAL sigmoid(REAL l)
 {
-  return scored(SIGMOID, l, R(0.0));
+  const REAL x = exp(-fabs(l));
+  return (l < R(0.0) ? x : R(1.0)) / (R(1.0) + x);
 }
 /* d log(score) / dl of the pointwise part (a softmax's sum over E comes on top of it) */
 FN REAL log_slope(int score, REAL l)
@@ -330,23 +331,43 @@ KERNEL(route_weights_bwd)(TENSOR(uchar, dlogits), int ddt, long d0, long d1, TEN
 /* ---- balance and z losses ----------------------------------------------------------------------------------
    T = S*N tokens; p[t,:] = scored(l, shift_t) / sum_t;  z_t = logsumexp(l)^2.  `score` is SOFTMAX or SIGMOID.
    Sums over tokens go by spans of SPAN tokens of a sequence, then over spans: a shape that T, S and the local size
-   fix.  A block is BLOCK neighbouring experts; its items are laid out as `parts` rows of BLOCK columns, and row i
-   takes every parts-th token (or span) from i on. */
+   fix.  A block is BLOCK neighbouring experts.  Rows are read by chunks (common.clh), for exp on vectors. */
 #define SPAN 256
 #define BLOCK 32
-#define PARTS MAX2(1, LSIZE / BLOCK)
 
+/* scored() of a chunk of logits; `score` is SOFTMAX or SIGMOID */
+FN chunk scored_chunk(int score, chunk l, REAL shift)
+{
+  chunk p;
+  UNROLL EACH(j) p.v[j] = exponent(score, l.v[j]) - shift;
+  p = exp_chunk(p);
+  if (score == SIGMOID) {
+    UNROLL EACH(j) l.v[j] = -fabs(l.v[j]);
+    l = exp_chunk(l);
+    UNROLL EACH(j) p.v[j] /= R(1.0) + l.v[j];
+  }
+  return p;
+}
+
+#define EACH_CHUNK(e) for (int e = lane * CHUNK; e < E; e += lanes * CHUNK)
+#define LOGITS(e) ldx_chunk(logits, row + (e)*s1, s1, E - (e), wide, dt)
 /* Of a row of E logits: top = max l, sum_exp = sum of exp(l - top), sum = sum of scored(l, shift). */
 #define ROW_SUMS(top, sum_exp, shift, sum)                                                                             \
   REAL top = -REAL_INF, sum_exp = R(0.0), shift, sum = R(0.0);                                                         \
   do {                                                                                                                 \
-    for (int e = lane; e < E; e += lanes) top = MAX2(top, LOGIT(e));                                                   \
+    EACH_CHUNK(e) {                                                                                                    \
+      const chunk l_ = LOGITS(e);                                                                                      \
+      UNROLL EACH(j) if (e + j < E) top = MAX2(top, l_.v[j]);                                                          \
+    }                                                                                                                  \
     ROW_MAX(top, top, buf, lanes);                                                                                     \
     shift = exponent(score, top);                                                                                      \
-    for (int e = lane; e < E; e += lanes) {                                                                            \
-      const REAL l_ = LOGIT(e);                                                                                        \
-      sum_exp += exp(l_ - top);                                                                                        \
-      if (score != SOFTMAX) sum += scored(score, l_, shift);                                                           \
+    EACH_CHUNK(e) {                                                                                                    \
+      const chunk l_ = LOGITS(e), x_ = scored_chunk(SOFTMAX, l_, top);                                                 \
+      UNROLL EACH(j) if (e + j < E) sum_exp += x_.v[j];                                                                \
+      if (score != SOFTMAX) {                                                                                          \
+        const chunk p_ = scored_chunk(score, l_, shift);                                                               \
+        UNROLL EACH(j) if (e + j < E) sum += p_.v[j];                                                                  \
+      }                                                                                                                \
     }                                                                                                                  \
     ROW_SUM(sum_exp, sum_exp, buf, lanes);                                                                             \
     ROW_SUM(sum, sum, buf, lanes);                                                                                     \
@@ -361,7 +382,7 @@ KERNEL(route_balance_rows)(TENSOR(REAL, rows), TENSOR(const uchar, logits), int 
   LOCAL_ARRAY(REAL, buf, 256);
   AT(rows);
   AT_OPT(mask);
-  const int lane = LANE(lanes);
+  const int lane = LANE(lanes), wide = CHUNK_OK(logits, logits_at, dt, s0, s1);
   const long t = ROW(lanes), row = logits_at + MIN2(t, T - 1) * s0;
   ROW_SUMS(top, sum_exp, shift, sum);
   if (lane != 0 || t >= T) return;
@@ -373,15 +394,16 @@ KERNEL(route_balance_rows)(TENSOR(REAL, rows), TENSOR(const uchar, logits), int 
 
 /* Step 2: group (s*spans + i, b) sums span i of sequence s over the experts of block b: part_probs[s,i,e] = sum of p,
    part_counts[s,i,e] = slots that chose e (whole numbers, exact in REAL: at most SPAN*K), and block 0 the sum of z and
-   the number of unmasked tokens.  Counting is a histogram in local memory, whose integer atomics have one result in
-   any order.  Reads the logits once more (from cache on a GPU: step 1 was just there) and the ids once a block.
+   the number of unmasked tokens.  An item takes a chunk of columns and every parts-th token.  Counting is a histogram
+   in local memory, whose integer atomics have one result in any order.  Reads the logits once more (from cache on a
+   GPU: step 1 was just there) and the ids once a block.
    One group per expert over all tokens was not kept: it reads columns, and has E groups only. */
 KERNEL(route_balance_spans)(TENSOR(REAL, part_probs), TENSOR(REAL, part_counts), TENSOR(REAL, part_z),
                             TENSOR(REAL, part_tokens), TENSOR(const REAL, rows), TENSOR(const uchar, logits), int dt,
                             long s0, long s1, TENSOR(const int, ids), TENSOR(const uchar, mask), long T, long N,
                             long spans, int E, int K, int score)
 {
-  LOCAL_ARRAY(REAL, buf, 256);
+  LOCAL_ARRAY(REAL, buf, 256 * CHUNK);
   LOCAL_ARRAY(int, hist, BLOCK);
   AT(part_probs);
   AT(part_counts);
@@ -392,17 +414,21 @@ KERNEL(route_balance_spans)(TENSOR(REAL, part_probs), TENSOR(REAL, part_counts),
   AT_OPT(mask);
   const long span = GROUP(0), begin = span / spans * N + span % spans * SPAN;
   const long end = MIN2(begin + SPAN, (span / spans + 1) * N);
-  const int first = (int)GROUP(1) * BLOCK, parts = PARTS;
+  const int first = (int)GROUP(1) * BLOCK, columns = BLOCK / CHUNK, parts = MAX2(1, LSIZE / columns);
+  const int wide = CHUNK_OK(logits, logits_at, dt, s0, s1);
 
   for (int i = LID; i < BLOCK; i += LSIZE) hist[i] = 0;
-  for (int i = LID; i < parts * BLOCK; i += LSIZE) {
-    const int e = first + i % BLOCK;
-    REAL sum = R(0.0);
-    if (e < E) {
-      for (long t = begin + i / BLOCK; t < end; t += parts)
-        if (!mask || mask[t]) sum += scored(score, ldx(logits, logits_at + t * s0 + e * s1, dt), rows[t]) * rows[T + t];
+  for (int i = LID; i < parts * columns; i += LSIZE) {
+    const int e = first + i % columns * CHUNK;
+    chunk sum;
+    UNROLL EACH(j) sum.v[j] = R(0.0);
+    for (long t = begin + i / columns; t < end && e < E; t += parts) {
+      if (mask && !mask[t]) continue;
+      const chunk l = ldx_chunk(logits, logits_at + t * s0 + e * s1, s1, E - e, wide, dt);
+      const chunk p = scored_chunk(score, l, rows[t]);
+      UNROLL EACH(j) sum.v[j] += p.v[j] * rows[T + t];
     }
-    buf[i] = sum;
+    UNROLL EACH(j) buf[i * CHUNK + j] = sum.v[j];
   }
   GROUP_BARRIER();
   for (long i = begin * K + LID; i < end * K; i += LSIZE) {
@@ -426,7 +452,8 @@ KERNEL(route_balance_spans)(TENSOR(REAL, part_probs), TENSOR(REAL, part_counts),
   if (LID == 0 && GROUP(1) == 0) part_z[span] = z, part_tokens[span] = tokens;
 }
 
-/* Step 3: group (s, b) sums the spans of sequence s for the experts of block b into probs[s,e] and counts[s,e];
+/* Step 3: group (s, b) sums the spans of sequence s for the experts of block b into probs[s,e] and counts[s,e], an
+   item one expert and every parts-th span;
    dots[s,b] = sum over the block of count*prob; block 0 also tokens[s]. */
 KERNEL(route_balance_sums)(TENSOR(int, counts), TENSOR(REAL, probs), TENSOR(int, tokens), TENSOR(REAL, dots),
                            TENSOR(const REAL, part_probs), TENSOR(const REAL, part_counts),
@@ -442,7 +469,7 @@ KERNEL(route_balance_sums)(TENSOR(int, counts), TENSOR(REAL, probs), TENSOR(int,
   AT(part_counts);
   AT(part_tokens);
   const long s = GROUP(0);
-  const int first = (int)GROUP(1) * BLOCK, parts = PARTS;
+  const int first = (int)GROUP(1) * BLOCK, parts = MAX2(1, LSIZE / BLOCK);
   for (int i = LID; i < parts * BLOCK; i += LSIZE) {
     const int e = first + i % BLOCK;
     REAL sum = R(0.0);
@@ -523,7 +550,7 @@ KERNEL(route_balance_bwd)(TENSOR(uchar, dlogits), int ddt, long d0, long d1, TEN
   AT(tokens);
   AT_OPT(mask);
   AT_OPT(scale);
-  const int lane = LANE(lanes);
+  const int lane = LANE(lanes), wide = CHUNK_OK(logits, logits_at, dt, s0, s1);
   const long t = ROW(lanes), live_t = MIN2(t, T - 1), s = live_t / (T / S), row = logits_at + live_t * s0;
   const REAL factor = scale ? scale[0] : R(1.0), n_s = (REAL)tokens[s];
   const GLOBAL int *count = counts + s * E;
@@ -534,23 +561,34 @@ KERNEL(route_balance_bwd)(TENSOR(uchar, dlogits), int ddt, long d0, long d1, TEN
 
   ROW_SUMS(top, sum_exp, shift, sum);
   REAL mean = R(0.0);
-  for (int e = lane; e < E; e += lanes) mean += scored(score, LOGIT(e), shift) / sum * (REAL)count[e];
+  EACH_CHUNK(e) {
+    const chunk p = scored_chunk(score, LOGITS(e), shift);
+    UNROLL EACH(j) if (e + j < E) mean += p.v[j] / sum * (REAL)count[e + j];
+  }
   ROW_SUM(mean, mean, buf, lanes);
 
   if (t >= T) return;
   const int used = !mask || mask[t];
   const REAL balance = used ? factor * balance_coef * ((REAL)E / (REAL)K) / (REAL)live / n_s / n_s : R(0.0);
   const REAL z = used ? factor * z_coef * R(2.0) * (top + log(sum_exp)) / (REAL)n : R(0.0);
-  for (int e = lane; e < E; e += lanes) {
-    REAL g = R(0.0);
-    if (used) {
-      const REAL l = LOGIT(e);
-      const REAL slope = score == SOFTMAX ? R(1.0) : sigmoid(-l);
-      g = balance * (scored(score, l, shift) / sum) * slope * ((REAL)count[e] - mean);
-      if (z_coef != R(0.0)) g += z * (exp(l - top) / sum_exp);
-    }
+  const int d_wide = CHUNK_OK(dlogits, dlogits_at, ddt, d0, d1);
+  EACH_CHUNK(e) {
     const long at = dlogits_at + t * d0 + e * d1;
-    stx(dlogits, at, ddt, accumulate ? ldx(dlogits, at, ddt) + g : g);
+    chunk g;
+    UNROLL EACH(j) g.v[j] = R(0.0);
+    if (used) {
+      const chunk l = LOGITS(e), p = scored_chunk(score, l, shift);
+      const chunk q = score == SOFTMAX ? p : scored_chunk(SOFTMAX, l, top);
+      UNROLL EACH(j) {
+        const REAL v = e + j < E ? (REAL)count[e + j] : R(0.0), slope = score == SOFTMAX ? R(1.0) : sigmoid(-l.v[j]);
+        g.v[j] = balance * (p.v[j] / sum) * slope * (v - mean) + z * (q.v[j] / sum_exp);
+      }
+    }
+    if (accumulate) {
+      const chunk old = ldx_chunk(dlogits, at, d1, E - e, d_wide, ddt);
+      UNROLL EACH(j) g.v[j] += old.v[j];
+    }
+    stx_chunk(dlogits, at, d1, E - e, d_wide, ddt, g);
   }
 }
 
