@@ -636,6 +636,7 @@ int main(int argc, char **argv)
     fprintf(stderr, "train_lm: cannot write %s: %s\n", m.o.metrics, strerror(errno));
     rc = 1;
   }
+  if (metrics) setvbuf(metrics, NULL, _IOLBF, 0); /* can be followed while it trains */
   signal(SIGINT, on_interrupt);
   if (!rc) rc = build(&m);
   if (!rc) {

@@ -229,7 +229,8 @@ struct moe__args_bias_step {
   int64_t S, E;
   double rate;
 };
-/* stats = {entropy of the load in nats, max load / mean load, experts without a token, slots counted}. */
+/* stats = {entropy of the load in nats, max load / mean load, experts without a token, slots counted}; the first two
+   are 0 where no slot was counted. */
 struct moe__args_load_stats {
   int64_t dtype;
   moe_tensor stats;  /* [4] out REAL */

@@ -150,8 +150,9 @@ struct moe__why {
 };
 moe_status moe__cannot(struct moe__why *why, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/* TOTAL: `can` looks at the device, dtypes and strides only, never at counts or addresses, so where it
-   said yes at create nothing behind it in the list needs to be compiled. */
+/* TOTAL: `can` looks at the device, dtypes and the strides of expert weights only: what create knows.  Never at
+   counts, addresses or other strides; so where it said yes at create, nothing behind it in the list needs to be
+   compiled. */
 enum { MOE__PORTABLE = 1, MOE__TENSOR = 2, MOE__TOTAL = 4 };
 
 /* For each op: a list of these, best first.  `can` returns MOE_OK or MOE_ERR_UNSUPPORTED with the reason;

@@ -203,7 +203,8 @@ moe_status moe_router_select(moe_router *r, moe_queue *q, const moe_tensor *ids,
   if (weights && weights->handle) MOE__TRY(check_call(fn, r, q, logits, "weights", weights, r->dtype));
   MOE__TRY(moe__check_bias(bias, &r->select, r->softmax_bias, r->E, r->dtype, fn));
   struct moe__walk w = { .mode = MOE__RUN, .ctx = r->ctx, .q = q };
-  return walk_select(&w, r, logits->shape[0], ids, weights ? weights : &none, logits, bias);
+  MOE__TRY(walk_select(&w, r, logits->shape[0], ids, weights ? weights : &none, logits, bias));
+  return r->ctx->be->flush(q->be);
 }
 
 moe_status moe_router_weights(moe_router *r, moe_queue *q, const moe_tensor *weights, const moe_tensor *logits,
@@ -213,7 +214,8 @@ moe_status moe_router_weights(moe_router *r, moe_queue *q, const moe_tensor *wei
   MOE__TRY(check_call(fn, r, q, logits, "weights", weights, r ? r->dtype : 0));
   MOE__TRY(check_call(fn, r, q, logits, "ids", ids, MOE_I32));
   struct moe__walk w = { .mode = MOE__RUN, .ctx = r->ctx, .q = q };
-  return walk_weights(&w, r, logits->shape[0], weights, logits, ids);
+  MOE__TRY(walk_weights(&w, r, logits->shape[0], weights, logits, ids));
+  return r->ctx->be->flush(q->be);
 }
 
 moe_status moe_router_weights_backward(moe_router *r, moe_queue *q, const moe_tensor *dlogits,
@@ -226,7 +228,8 @@ moe_status moe_router_weights_backward(moe_router *r, moe_queue *q, const moe_te
   const int64_t te[2] = { logits->shape[0], r->E };
   MOE__TRY(moe__want(fn, "dlogits", dlogits, 0, 2, te));
   struct moe__walk w = { .mode = MOE__RUN, .ctx = r->ctx, .q = q };
-  return walk_weights_bwd(&w, r, logits->shape[0], dlogits, dweights, logits, ids);
+  MOE__TRY(walk_weights_bwd(&w, r, logits->shape[0], dlogits, dweights, logits, ids));
+  return r->ctx->be->flush(q->be);
 }
 
 moe_status moe_parameter_counts(int64_t *all, int64_t *active, int64_t router, int64_t per_expert, int64_t n_experts,

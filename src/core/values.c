@@ -8,7 +8,7 @@
 static moe_status check(const char *fn, const moe_queue *q, const moe_tensor *t)
 {
   if (!q || !t) return moe__fail(MOE_ERR_INVALID, "%s: %s is NULL", fn, q ? "t" : "queue");
-  if (t->rank < 0 || t->rank > MOE_RANK_MAX || !moe_dtype_size(t->dtype))
+  if (t->rank < 0 || t->rank > MOE_RANK_MAX || !moe_dtype_size(t->dtype) || moe_tensor_count(t) < 0)
     return moe__fail(MOE_ERR_INVALID, "%s: t is no tensor: rank %d, dtype %d", fn, t->rank, t->dtype);
   if (!t->handle && moe_tensor_count(t)) return moe__fail(MOE_ERR_INVALID, "%s: t is not given", fn);
   if (!moe_tensor_is_packed(t)) return moe__fail(MOE_ERR_INVALID, "%s: t is not packed", fn);

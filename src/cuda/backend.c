@@ -7,6 +7,7 @@
    device that the application never used).  The runtime's last error is never read, so it stays the
    application's. */
 #include "core/backend.h"
+#include "cuda/impls.h"
 
 #include <cuda_runtime_api.h>
 #include <cudaTypedefs.h>
@@ -65,6 +66,7 @@ struct moe__dev {
   CUcontext primary;
   pthread_mutex_t lock; /* of programs; a program in the list does not change and stays until close */
   struct program *programs;
+  uint64_t objects; /* of the library's own kernels (moe__cuda_object_at), those loaded, as bits */
 };
 
 struct moe__queue_be {
@@ -374,8 +376,37 @@ static cudaError_t load(const struct moe__dev *dev, const struct moe__image *ima
   return cudaSuccess;
 }
 
+/* Loads those of the library's own kernels that belong to a program: the runtime would load them at their first
+   launch, too late under graph capture.  *known: there are such. */
+static cudaError_t load_objects(struct moe__dev *dev, const char *name, int *known)
+{
+  struct moe__cuda_object object;
+  struct cudaFuncAttributes facts;
+  cudaError_t e = cudaSuccess;
+  int pushed;
+  *known = 0;
+  for (int i = 0; !e && moe__cuda_object_at(i, &object); i++) {
+    if (strcmp(object.program, name)) continue;
+    *known = 1;
+    if (dev->objects >> i & 1) continue;
+    e = enter(dev, &pushed);
+    if (!e) e = cudaFuncSetAttribute(object.function, cudaFuncAttributeMaxDynamicSharedMemorySize, object.shared);
+    if (!e) e = cudaFuncGetAttributes(&facts, object.function);
+    leave(dev, pushed);
+    if (!e) dev->objects |= (uint64_t)1 << i;
+  }
+  return e;
+}
+
 static moe_status cuda_program(struct moe__dev *dev, const char *name, int dtype)
 {
+  int known;
+  pthread_mutex_lock(&dev->lock);
+  const cudaError_t failed = load_objects(dev, name, &known);
+  pthread_mutex_unlock(&dev->lock);
+  if (known && failed)
+    return moe__fail(MOE_ERR_BUILD, "%s: %s does not load: %s", dev->info.pub.id, name, cudaGetErrorString(failed));
+  if (known) return MOE_OK;
   const struct moe__image *image = image_of(name, dtype);
   struct program *program;
   int pushed;
@@ -624,6 +655,30 @@ static moe_status cuda_launch(struct moe__queue_be *q, const struct moe__kernel 
   return MOE_OK;
 }
 
+moe_status moe__cuda_start(struct moe__queue_be *q, const struct moe__kernel *k, const struct moe__cuda_object *object,
+                           int64_t groups, const void *argument)
+{
+  void *arguments[1];
+  cudaLaunchConfig_t config = { 0 };
+  cudaError_t e;
+  int pushed;
+  memcpy(arguments, &argument, sizeof argument); /* the runtime's prototype knows no const */
+  config.gridDim.x = (unsigned)groups;
+  config.gridDim.y = config.gridDim.z = 1;
+  config.blockDim.x = (unsigned)object->threads;
+  config.blockDim.y = config.blockDim.z = 1;
+  config.dynamicSmemBytes = (size_t)object->shared;
+  config.stream = q->stream;
+  e = enter(q->dev, &pushed);
+  if (!e) e = cudaLaunchKernelExC(&config, object->function, arguments);
+  leave(q->dev, pushed);
+  if (e)
+    return moe__fail(MOE_ERR_LAUNCH, "%s: %s of %s, %lld groups of %d: %s", q->dev->info.pub.id, k->name, k->program,
+                     (long long)groups, object->threads, cudaGetErrorString(e));
+  q->last = k;
+  return MOE_OK;
+}
+
 /* Work starts when it is enqueued. */
 static moe_status cuda_flush(struct moe__queue_be *q)
 {
@@ -650,4 +705,5 @@ const struct moe__backend moe__cuda_backend = {
   .program = cuda_program,
   .launch = cuda_launch,
   .flush = cuda_flush,
+  .ops = &moe__cuda_ops,
 };

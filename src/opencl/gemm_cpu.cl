@@ -44,13 +44,16 @@ typedef float4 REAL4;
 #define BLOCK_N (32 / NR * NR)
 #endif
 
+#define THIN_STEP 64 /* over k where there is one strip of rows: a divisor of BLOCK_K */
+#define LA (BLOCK_M * BLOCK_K)
+
 /* OpenCL's prefetch() does nothing on PoCL, its compiler's own does. */
 #ifdef POCL_DEVICE_ADDRESS_BITS
-#define PREFETCH(p) __builtin_prefetch((const void *)(ulong)(p), 0, 3)
+#define PREFETCH(p) __builtin_prefetch((const void *)(ulong)(p), 0, 2) /* to the second-level cache */
 #else
 #define PREFETCH(p) (void)0
 #endif
-#define AHEAD 16 /* rows */
+#define AHEAD 32 /* rows */
 
 /* ---- packing ------------------------------------------------------------------------------------------------- */
 FN REAL4 ld4(const GLOBAL ST *p)
@@ -135,7 +138,8 @@ FN void pack(LOCAL REAL *to, int width, struct operand o, long i0, int n, long k
     const long s = o.i_stride;
     for (int k = 0; k < depth; k++) {
       const GLOBAL ST *x = o.x + mapped(o.k_map, o.div, k0 + k) * o.k_stride + i0 * s;
-      const GLOBAL ST *next = o.x + mapped(o.k_map, o.div, k0 + MIN2(k + AHEAD / 2, depth - 1)) * o.k_stride + i0 * s;
+      const int later = o.k_map ? MIN2(k + AHEAD / 2, depth - 1) : k + AHEAD / 2;
+      const GLOBAL ST *next = o.x + mapped(o.k_map, o.div, k0 + later) * o.k_stride + i0 * s;
       LOCAL REAL *p = to + k * width;
       if (s == 1)
         for (int i = 0; i < n; i += 64 / (int)sizeof(ST)) PREFETCH(next + i);
@@ -151,28 +155,28 @@ FN void pack(LOCAL REAL *to, int width, struct operand o, long i0, int n, long k
 }
 
 /* ---- the register tile ----------------------------------------------------------------------------------------
-   sums[i][j] (+)= sum_k a[k][i] b[k][j], i < ROWS of a strip of MR, j < NR.  a*b + sum is contracted to fma; mad() is
-   0.6 times as fast on PoCL. */
+   sums[i][j] = (go_on ? sums[i][j] : 0) + sum_k a[k][i] b[k][j], k ascending, i < ROWS of a strip of MR, j < NR.
+   a*b + sum is contracted to fma; mad() is 0.6 times as fast on PoCL. */
 #define TILE(name, ROWS)                                                                                               \
-  FN void name(LOCAL REAL *sums, const LOCAL REAL *a, const LOCAL REAL *b, int depth, int add)                         \
+  FN void name(LOCAL REAL *sums, const LOCAL REAL *a, const LOCAL REAL *b, int depth, int go_on)                       \
   {                                                                                                                    \
     VEC s[ROWS][NV];                                                                                                   \
     UNROLL for (int i = 0; i < ROWS; i++) UNROLL for (int v = 0; v < NV; v++) s[i][v] = R(0.0);                        \
+    if (go_on) {                                                                                                       \
+      UNROLL for (int i = 0; i < ROWS; i++) UNROLL for (int v = 0; v < NV; v++) s[i][v] = VLOAD(i * NV + v, sums);     \
+    }                                                                                                                  \
     for (int k = 0; k < depth; k++) {                                                                                  \
       VEC x[NV];                                                                                                       \
       UNROLL for (int v = 0; v < NV; v++) x[v] = VLOAD(v, b + k * NR);                                                 \
       UNROLL for (int i = 0; i < ROWS; i++) UNROLL for (int v = 0; v < NV; v++) s[i][v] += a[k * MR + i] * x[v];       \
     }                                                                                                                  \
-    if (add) {                                                                                                         \
-      UNROLL for (int i = 0; i < ROWS; i++) UNROLL for (int v = 0; v < NV; v++) s[i][v] += VLOAD(i * NV + v, sums);    \
-    }                                                                                                                  \
     UNROLL for (int i = 0; i < ROWS; i++) UNROLL for (int v = 0; v < NV; v++) VSTORE(s[i][v], i *NV + v, sums);        \
   }
-TILE(tile, MR)
-#if MR > FEW
 TILE(tile_few, FEW)
+#if MR > FEW
+TILE(tile, MR)
 #else
-#define tile_few tile
+#define tile tile_few
 #endif
 
 /* ---- the kernel ------------------------------------------------------------------------------------------------ */
@@ -187,60 +191,65 @@ struct product {
   REAL alpha;
 };
 
-/* C[i.., j..] = alpha * sums + bias (+ C) for h x w elements; `vectors`: C is a row of REAL.  bias is that of the
-   columns; that of row r is read from the tensor. */
+/* Rows of C as vectors can be stored: no, as REAL, in storage type. */
+enum { SCALARS, REALS, STORED };
+/* C[i.., j..] = alpha * sums + bias (+ C) for h x w elements.  bias is that of the columns; that of a row is read from
+   the tensor. */
 FN void store(const struct product *p, const LOCAL REAL *sums, const LOCAL REAL *bias, long i, long j, int h, int w,
-              int vectors, int biased, int add)
+              int rows, int biased, int add)
 {
-  const long at = p->c_at + (p->c_first + i) * p->c_row + j * p->c_col;
   for (int r = 0; r < h; r++) {
-    const long row = at + r * p->c_row;
+    const long at = p->c_at + (p->c_first + i + r) * p->c_row + j * p->c_col;
     const REAL shift =
         biased && p->bias_rows ? ldx(p->bias, p->bias_at + (i + r) * p->bias_stride, p->bias_type) : R(0.0);
-    if (vectors && w == NR) {
-      GLOBAL REAL *c = (GLOBAL REAL *)p->c + row;
-      UNROLL for (int v = 0; v < NV; v++)
-      {
-        VEC x = p->alpha * VLOAD(r * NV + v, sums);
-        if (biased) x += VLOAD(v, bias) + shift;
-        if (add) x += VLOAD(v, c);
-        VSTORE(x, v, c);
+    if (rows != SCALARS && w == NR) {
+      GLOBAL REAL *c = (GLOBAL REAL *)p->c + at;
+      GLOBAL ST *stored = (GLOBAL ST *)p->c + at;
+      for (int v = 0; v < NR; v += VW) {
+        VEC x = p->alpha * VLOAD(0, sums + r * NR + v);
+        if (biased) x += VLOAD(0, bias + v) + shift;
+        if (add) x += rows == REALS ? VLOAD(0, c + v) : ldv(stored + v);
+        if (rows == REALS) VSTORE(x, 0, c + v);
+        else stv(stored + v, x);
       }
     } else {
       for (int n = 0; n < w; n++) {
         REAL x = p->alpha * sums[r * NR + n];
         if (biased) x += bias[n] + shift;
-        if (add) x += ldx(p->c, row + n * p->c_col, p->c_type);
-        stx(p->c, row + n * p->c_col, p->c_type, x);
+        if (add) x += ldx(p->c, at + n * p->c_col, p->c_type);
+        stx(p->c, at + n * p->c_col, p->c_type, x);
       }
     }
   }
 }
 
-/* Rows i0..i0+m-1, columns j0..j0+n-1 (n <= BLOCK_N) of a product.  Partial sums over k are added up in C where C is
-   stored as REAL along rows, else in local memory for BLOCK_M rows at a time. */
+/* Rows i0..i0+m-1, columns j0..j0+n-1 (n <= BLOCK_N) of a product.  Where C is stored as REAL along rows, the sums
+   over each BLOCK_K are added up in C; else they go on in local memory, for BLOCK_M rows at a time. */
 FN void block(const struct product *p, LOCAL REAL *la, LOCAL REAL *lb, LOCAL REAL *lc, LOCAL REAL *bias, long i0,
               long m, long j0, int n)
 {
-  const int part_blocks = (int)MAX2((p->depth + BLOCK_K - 1) / BLOCK_K, 1L), blocks = part_blocks * p->parts;
-  const int vectors = p->c_col == 1 && p->c_type == (sizeof(REAL) == 4 ? DT_F32 : DT_F64);
-  const int in_c = vectors || blocks == 1;
-  /* With one strip of rows B is read once: a panel at a time over all of k, so that it streams from memory.  A's
-     strip is kept where it fits. */
-  const int narrow = m <= MR && p->b[0].k_stride == 1, keep_a = narrow && blocks <= BLOCK_M / MR;
+  const int c_rows = p->c_col != 1 ? SCALARS : p->c_type == DT_REAL ? REALS : p->c_type == DT_ST ? STORED : SCALARS;
+  const int in_c = c_rows == REALS || (p->parts == 1 && p->depth <= BLOCK_K);
+  /* One strip of rows uses B once, as fast as memory gives it: short steps, so that memory does not wait for the
+     multiplication, in runs along B's rows.  A's strip is kept where it fits. */
+  const int thin = m <= MR, step = thin ? THIN_STEP : BLOCK_K;
+  const int columns = thin && p->b[0].k_stride == 1 ? NR : n;
+  const int steps = (int)MAX2((p->depth + step - 1) / step, 1L), keep_a = thin && steps * p->parts * step <= LA / MR;
   const long rows = in_c ? m : BLOCK_M;
-  const int columns = narrow ? NR : n;
   for (int j = 0; j < n; j++)
     bias[j] = p->bias && !p->bias_rows ? ldx(p->bias, p->bias_at + (j0 + j) * p->bias_stride, p->bias_type) : R(0.0);
   for (long r0 = 0; r0 < m; r0 += rows) {
     const long r1 = MIN2(m, r0 + rows);
     for (int n0 = 0; n0 < n; n0 += columns) {
       const int n1 = MIN2(n, n0 + columns);
-      for (int kb = 0; kb < blocks; kb++) {
-        const int part = kb / part_blocks, last = kb == blocks - 1;
-        const long k = (long)(kb % part_blocks) * BLOCK_K;
-        const int depth = (int)MIN2(p->depth - k, (long)BLOCK_K);
-        LOCAL REAL *a = la + (keep_a ? kb * MR * BLOCK_K : 0);
+      for (int s = 0; s < steps * p->parts; s++) {
+        const int part = s / steps;
+        const long k = (long)(s % steps) * step;
+        const int depth = (int)MIN2(p->depth - k, (long)step);
+        const int first = part == 0 && k < BLOCK_K, end = k + depth == p->depth;
+        const int go_on = in_c ? k % BLOCK_K != 0 : s > 0;
+        const int done = in_c ? end || (k + step) % BLOCK_K == 0 : end && part == p->parts - 1;
+        LOCAL REAL *a = la + (keep_a ? s * step * MR : 0);
         pack(lb, NR, p->b[part], j0 + n0, n1 - n0, p->k_first + k, depth);
         for (long m0 = r0; m0 < r1; m0 += BLOCK_M) {
           const long i1 = i0 + m0;
@@ -248,13 +257,15 @@ FN void block(const struct product *p, LOCAL REAL *la, LOCAL REAL *lb, LOCAL REA
           if (!keep_a || n0 == 0) pack(a, MR, p->a[part], p->a_row + i1, high, p->k_first + k, depth);
           for (int j = n0; j < n1; j += NR) {
             for (int i = 0; i < high; i += MR) {
-              LOCAL REAL *sums = lc + (in_c ? 0 : i * BLOCK_N + (j - n0) * MR);
+              LOCAL REAL *sums = lc + (in_c && !thin ? 0 : i * BLOCK_N + (j - n0) * MR);
               const LOCAL REAL *strip = a + i * depth, *panel = lb + (j - n0) * depth;
-              if (high - i <= FEW) tile_few(sums, strip, panel, depth, !in_c && kb);
-              else tile(sums, strip, panel, depth, !in_c && kb);
-              if (in_c || last)
-                store(p, sums, bias + j, i1 + i, j0 + j, MIN2(MR, high - i), MIN2(NR, n1 - j), vectors,
-                      p->bias && (in_c ? kb == 0 : last), p->accumulate || (in_c && kb));
+              const int left = MIN2(MR, high - i);
+              if (MR > FEW && left > 2 * FEW) tile(sums, strip, panel, depth, go_on);
+              else
+                for (int r = 0; r < left; r += FEW) tile_few(sums + r * NR, strip + r, panel, depth, go_on);
+              if (done)
+                store(p, sums, bias + j, i1 + i, j0 + j, left, MIN2(NR, n1 - j), c_rows,
+                      p->bias && (in_c ? first : done), p->accumulate || (in_c && !first));
             }
           }
         }

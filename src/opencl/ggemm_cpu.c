@@ -8,9 +8,6 @@ static moe_status can_ggemm_rows(const struct moe__dev_info *info, const struct 
   if (moe__cl_on_cpu(info, why)) return MOE_ERR_UNSUPPORTED;
   if (args->split && !moe__cl_same_strides(&args->b[0], &args->b[1]))
     return moe__cannot(why, "wants b[0] and b[1] with the same strides");
-  if (args->split == MOE__SPLIT_N && args->bias[0].handle && args->bias[1].handle &&
-      !moe__cl_same_strides(&args->bias[0], &args->bias[1]))
-    return moe__cannot(why, "wants bias[0] and bias[1] with the same strides");
   return MOE_OK;
 }
 
@@ -20,6 +17,17 @@ static moe_status run_ggemm_rows(moe_queue *q, const struct moe__args_ggemm_rows
   const int64_t N = split_n ? args->N / 2 : args->N, K = split_k ? args->K / 2 : args->K;
   const moe_tensor *a = &args->a, *b = args->b, *c = &args->c;
   const moe_tensor *bias = args->bias[0].handle || !split_n ? &args->bias[0] : &args->bias[1];
+  if (split_n && args->bias[0].handle && args->bias[1].handle &&
+      !moe__cl_same_strides(&args->bias[0], &args->bias[1])) {
+    struct moe__args_ggemm_rows half = *args; /* each by itself */
+    half.N = N;
+    half.split = MOE__SPLIT_NONE;
+    MOE__TRY(run_ggemm_rows(q, &half));
+    half.c = moe__cl_behind(*c, N * c->stride[1]);
+    half.b[0] = b[1];
+    half.bias[0] = args->bias[1];
+    return run_ggemm_rows(q, &half);
+  }
   struct moe__cl_product p = {
     .mode = MOE__CL_ROWS,
     .halves = 1 + split_n,
@@ -56,16 +64,23 @@ const struct moe__impl_ggemm_rows moe__cl_ggemm_rows[] = {
 static moe_status can_ggemm_wgrad(const struct moe__dev_info *info, const struct moe__args_ggemm_wgrad *args,
                                   struct moe__why *why)
 {
-  if (moe__cl_on_cpu(info, why)) return MOE_ERR_UNSUPPORTED;
-  if (args->split && !moe__cl_same_strides(&args->c[0], &args->c[1]))
-    return moe__cannot(why, "wants c[0] and c[1] with the same strides");
-  return MOE_OK;
+  (void)args;
+  return moe__cl_on_cpu(info, why);
 }
 
 static moe_status run_ggemm_wgrad(moe_queue *q, const struct moe__args_ggemm_wgrad *args)
 {
   const int64_t M = args->split ? args->M / 2 : args->M;
   const moe_tensor *c = args->c, *x = &args->p, *y = &args->q;
+  if (args->split && !moe__cl_same_strides(&c[0], &c[1])) {
+    struct moe__args_ggemm_wgrad half = *args; /* each by itself */
+    half.M = M;
+    half.split = 0;
+    MOE__TRY(run_ggemm_wgrad(q, &half));
+    half.c[0] = c[1];
+    half.p = moe__cl_behind(*x, M * x->stride[1]);
+    return run_ggemm_wgrad(q, &half);
+  }
   struct moe__cl_product p = {
     .mode = MOE__CL_WGRAD,
     .halves = 1 + (args->split != 0),
@@ -117,5 +132,5 @@ static moe_status run_ggemm_colsum(moe_queue *q, const struct moe__args_ggemm_co
 }
 
 const struct moe__impl_ggemm_colsum moe__cl_ggemm_colsum[] = {
-  { "ggemm_colsum:cpu", "ggemm_cpu", MOE__TOTAL, can_ggemm_colsum, run_ggemm_colsum }, { 0 }
+  { "ggemm_colsum:cpu", "ggemm_cpu", 0, can_ggemm_colsum, run_ggemm_colsum }, { 0 }
 };

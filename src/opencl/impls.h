@@ -12,6 +12,8 @@ extern const struct moe__impl_ggemm_colsum moe__cl_ggemm_colsum[];
 extern const struct moe__impl_select moe__cl_select[];
 extern const struct moe__impl_weights moe__cl_weights[];
 extern const struct moe__impl_weights_bwd moe__cl_weights_bwd[];
+extern const struct moe__impl_balance_fwd moe__cl_balance_fwd[];
+extern const struct moe__impl_balance_bwd moe__cl_balance_bwd[];
 extern const struct moe__impl_combine moe__cl_combine[];
 
 /* Groups of a kernel that shares its work out by itself: two for each compute unit, so that one that is late has

@@ -22,6 +22,5 @@ static moe_status run_combine(moe_queue *q, const struct moe__args_combine *args
                 L_(args->T), L_(args->K), L_(args->D), I_(args->unweighted));
 }
 
-const struct moe__impl_combine moe__cl_combine[] = {
-  { "combine:cpu", "move_cpu", MOE__TOTAL, can_combine, run_combine }, { 0 }
-};
+const struct moe__impl_combine moe__cl_combine[] = { { "combine:cpu", "move_cpu", 0, can_combine, run_combine },
+                                                     { 0 } };

@@ -102,3 +102,45 @@ static moe_status run_select(moe_queue *q, const struct moe__args_select *args)
 }
 
 const struct moe__impl_select moe__cl_select[] = { { "select:cpu", "route_cpu", 0, can_select, run_select }, { 0 } };
+
+static moe_status can_balance_fwd(const struct moe__dev_info *info, const struct moe__args_balance_fwd *args,
+                                  struct moe__why *why)
+{
+  return fits(info, args->E, 0, why);
+}
+
+static moe_status run_balance_fwd(moe_queue *q, const struct moe__args_balance_fwd *args)
+{
+  static const struct moe__kernel SPANS = { "route_cpu", "balance_spans" }, TOTAL = { "route_cpu", "balance_total" };
+  const int64_t dtype = moe__real(args->dtype), N = args->T / args->S;
+  MOE__TRY(LAUNCH(q, &SPANS, dtype, moe__cl_groups(q), 1, 1, 1, T_(args->scratch), T_(args->logits),
+                  I_(args->logits.dtype), L_(args->logits.stride[0]), L_(args->logits.stride[1]), T_(args->ids),
+                  T_(args->mask), L_(N), L_(args->S), I_(args->E), I_(args->K), I_(args->scoring)));
+  return LAUNCH(q, &TOTAL, dtype, 1, 1, 1, 1, T_(args->losses), T_(args->counts), T_(args->probs), T_(args->tokens),
+                T_(args->scratch), L_(N), L_(args->S), I_(args->E), I_(args->K));
+}
+
+const struct moe__impl_balance_fwd moe__cl_balance_fwd[] = {
+  { "balance_fwd:cpu", "route_cpu", 0, can_balance_fwd, run_balance_fwd }, { 0 }
+};
+
+static moe_status can_balance_bwd(const struct moe__dev_info *info, const struct moe__args_balance_bwd *args,
+                                  struct moe__why *why)
+{
+  return fits(info, args->E, 0, why);
+}
+
+static moe_status run_balance_bwd(moe_queue *q, const struct moe__args_balance_bwd *args)
+{
+  static const struct moe__kernel K = { "route_cpu", "balance_bwd_rows" };
+  if (args->T == 0) return MOE_OK;
+  return LAUNCH(q, &K, moe__real(args->dtype), moe__cl_groups(q), 1, 1, 1, T_(args->dlogits), I_(args->dlogits.dtype),
+                L_(args->dlogits.stride[0]), L_(args->dlogits.stride[1]), T_(args->logits), I_(args->logits.dtype),
+                L_(args->logits.stride[0]), L_(args->logits.stride[1]), T_(args->counts), T_(args->tokens),
+                T_(args->mask), T_(args->scale), L_(args->T), L_(args->S), I_(args->E), I_(args->K), I_(args->scoring),
+                I_(args->accumulate), R_(args->balance_coef), R_(args->z_coef));
+}
+
+const struct moe__impl_balance_bwd moe__cl_balance_bwd[] = {
+  { "balance_bwd:cpu", "route_cpu", 0, can_balance_bwd, run_balance_bwd }, { 0 }
+};

@@ -1,4 +1,5 @@
-/* route_cpu.cl - selection, routing weights and their gradient on CPU devices: kernels/route.cl has the formulas.
+/* route_cpu.cl - selection, routing weights and their gradient, balance and z losses on CPU devices: kernels/route.cl
+   has the formulas.
 
    T tokens, E experts, K slots of a token.  A work-group is one work-item and takes a run of tokens, one after
    another; a row of logits lies in local memory (the first-level cache) and is worked on in explicit vectors, without
@@ -70,6 +71,13 @@ FN REAL max_of(const LOCAL REAL *row, int n)
   UNROLL for (int j = 0; j < VW; j++) top = MAX2(top, lane[j]);
   return top;
 }
+FN REAL sum_lanes(VEC sum)
+{
+  REAL lane[VW];
+  VSTORE(sum, 0, lane);
+  UNROLL for (int h = VW / 2; h; h /= 2) UNROLL for (int j = 0; j < h; j++) lane[j] += lane[j + h];
+  return lane[0];
+}
 /* Sum, the padding included; `some`: of what is no NaN. */
 FN REAL sum_of(const LOCAL REAL *row, int n, int some)
 {
@@ -79,10 +87,20 @@ FN REAL sum_of(const LOCAL REAL *row, int n, int some)
     const VEC x = VLOAD(0, row + i);
     sum += some ? select(x, (VEC)R(0.0), x != x) : x;
   }
-  REAL lane[VW];
-  VSTORE(sum, 0, lane);
-  UNROLL for (int h = VW / 2; h; h /= 2) UNROLL for (int j = 0; j < h; j++) lane[j] += lane[j + h];
-  return lane[0];
+  return sum_lanes(sum);
+}
+/* n elements (+)= row, at `at` of a tensor of run-time type. */
+FN void store_row(GLOBAL uchar *y, long at, long stride, int type, const LOCAL REAL *row, int n, int add)
+{
+  int i = 0;
+  if (type == DT_REAL && stride == 1) {
+    GLOBAL REAL *to = (GLOBAL REAL *)y + at;
+    for (; i + VW <= n; i += VW) {
+      const VEC x = VLOAD(0, row + i);
+      VSTORE(add ? VLOAD(0, to + i) + x : x, 0, to + i);
+    }
+  }
+  for (; i < n; i++) stx(y, at + i * stride, type, add ? ldx(y, at + i * stride, type) + row[i] : row[i]);
 }
 
 /* ---- scores: as in kernels/route.cl ------------------------------------------------------------------------------- */
@@ -328,16 +346,165 @@ KERNEL(weights_bwd_rows)
         if (id[j] == id[k]) flow += d[j] - c;
       if (first) row[id[k]] += scale * slots[k] * work[k] * flow;
     }
-    const long at = dlogits_at + t * d0;
-    int e = 0;
-    if (d_type == DT_REAL && d1 == 1) {
-      GLOBAL REAL *to = (GLOBAL REAL *)dlogits + at;
-      for (; e + VW <= E; e += VW) {
-        const VEC g = VLOAD(0, row + e);
-        VSTORE(accumulate ? VLOAD(0, to + e) + g : g, 0, to + e);
+    store_row(dlogits, dlogits_at + t * d0, d1, d_type, row, E, accumulate);
+  }
+}
+
+/* ---- balance and z losses: kernels/route.cl has the formulas ----------------------------------------------------- */
+#define SPAN 256
+
+/* A token's softmax (or sigmoid over its sum), from its logits in `row`: work := exp(l - top) or the like. */
+struct scores {
+  REAL top, sum_exp, sum; /* of exp(l - top), of the scores */
+};
+FN struct scores scores_of(const LOCAL REAL *row, LOCAL REAL *work, int E, int score)
+{
+  struct scores s;
+  s.top = max_of(row, E);
+  VECTORS(e, E) VSTORE(exp(VLOAD(0, row + e) - s.top), 0, work + e);
+  pad(work, E, R(0.0));
+  s.sum = s.sum_exp = sum_of(work, E, 0);
+  if (score != SOFTMAX) {
+    const REAL shift = MIN2(s.top, R(0.0)); /* the largest exponent of a sigmoid */
+    VECTORS(e, E) VSTORE(scored(score, VLOAD(0, row + e), shift), 0, work + e);
+    pad(work, E, R(0.0));
+    s.sum = sum_of(work, E, 0);
+  }
+  return s;
+}
+
+/* Step 1: a span is up to SPAN tokens of a sequence of N.  Of span i, into the scratch: sum of p and slots (whole
+   numbers, exact in REAL) of each expert, [spans,E] each; sum of z; unmasked tokens, [spans] each. */
+LOCAL_SIZE(1)
+KERNEL(balance_spans)
+(TENSOR(REAL, scratch), TENSOR(const uchar, logits), int type, long s0, long s1, TENSOR(const int, ids),
+ TENSOR(const uchar, mask), long N, long S, int E, int K, int score)
+{
+  LOCAL_ARRAY(REAL, row, ROOM);
+  LOCAL_ARRAY(REAL, work, ROOM);
+  LOCAL_ARRAY(REAL, probs, ROOM);
+  LOCAL_ARRAY(int, counts, ROOM);
+  AT(scratch);
+  AT(ids);
+  AT_OPT(mask);
+  const long each = (N + SPAN - 1) / SPAN, spans = S * each;
+  for (long i = spans * GROUP(0) / GROUPS(0); i < spans * (GROUP(0) + 1) / GROUPS(0); i++) {
+    const long begin = i / each * N + i % each * SPAN, end = MIN2(begin + SPAN, (i / each + 1) * N);
+    REAL z = R(0.0), tokens = R(0.0);
+    VECTORS(e, E) VSTORE((VEC)R(0.0), 0, probs + e);
+    for (int e = 0; e < E; e++) counts[e] = 0;
+    for (long t = begin; t < end; t++) {
+      if (mask && !mask[t]) continue;
+      load_row(row, logits, logits_at + t * s0, s1, type, E);
+      const struct scores s = scores_of(row, work, E, score);
+      const REAL lse = s.top + log(s.sum_exp), share = R(1.0) / s.sum;
+      VECTORS(e, E) VSTORE(VLOAD(0, probs + e) + VLOAD(0, work + e) * share, 0, probs + e);
+      for (int k = 0; k < K; k++)
+        if (ids[t * K + k] >= 0 && ids[t * K + k] < E) counts[ids[t * K + k]]++;
+      z += lse * lse;
+      tokens += R(1.0);
+    }
+    for (int e = 0; e < E; e++) {
+      scratch[i * E + e] = probs[e];
+      scratch[(spans + i) * E + e] = (REAL)counts[e];
+    }
+    scratch[2 * spans * E + i] = z;
+    scratch[2 * spans * E + spans + i] = tokens;
+  }
+}
+
+/* Step 2, one group: the spans of each sequence to probs, counts and tokens, and those to the two losses. */
+LOCAL_SIZE(1)
+KERNEL(balance_total)
+(TENSOR(REAL, losses), TENSOR(int, counts), TENSOR(REAL, probs), TENSOR(int, tokens), TENSOR(const REAL, scratch),
+ long N, long S, int E, int K)
+{
+  AT(losses);
+  AT(counts);
+  AT(probs);
+  AT(tokens);
+  AT(scratch);
+  const long each = (N + SPAN - 1) / SPAN, spans = S * each;
+  REAL balance = R(0.0), z = R(0.0);
+  long n = 0, live = 0;
+  for (long s = 0; s < S; s++) {
+    REAL dot = R(0.0);
+    int of_s = 0;
+    for (long i = s * each; i < (s + 1) * each; i++) {
+      z += scratch[2 * spans * E + i];
+      of_s += (int)scratch[2 * spans * E + spans + i];
+    }
+    for (int e = 0; e < E; e++) {
+      REAL p = R(0.0), count = R(0.0);
+      for (long i = s * each; i < (s + 1) * each; i++) {
+        p += scratch[i * E + e];
+        count += scratch[(spans + i) * E + e];
+      }
+      probs[s * E + e] = p;
+      counts[s * E + e] = (int)count;
+      dot += count * p;
+    }
+    tokens[s] = of_s;
+    n += of_s;
+    if (of_s) {
+      balance += dot / (REAL)of_s / (REAL)of_s;
+      live++;
+    }
+  }
+  losses[0] = live ? balance * ((REAL)E / (REAL)K) / (REAL)live : R(0.0);
+  losses[1] = n ? z / (REAL)n : R(0.0);
+}
+
+/* dlogits[t,:] (+)= the gradient of route_balance_bwd (kernels/route.cl); 0 for masked tokens. */
+LOCAL_SIZE(1)
+KERNEL(balance_bwd_rows)
+(TENSOR(uchar, dlogits), int d_type, long d0, long d1, TENSOR(const uchar, logits), int type, long s0, long s1,
+ TENSOR(const int, counts), TENSOR(const int, tokens), TENSOR(const uchar, mask), TENSOR(const REAL, scale), long T,
+ long S, int E, int K, int score, int accumulate, REAL balance_coef, REAL z_coef)
+{
+  LOCAL_ARRAY(REAL, row, ROOM);
+  LOCAL_ARRAY(REAL, work, ROOM);
+  LOCAL_ARRAY(REAL, load, ROOM); /* counts of the present sequence */
+  AT(counts);
+  AT(tokens);
+  AT_OPT(mask);
+  AT_OPT(scale);
+  const REAL factor = scale ? scale[0] : R(1.0);
+  long n = 0, live = 0, loaded = -1;
+  for (long s = 0; s < S; s++) n += tokens[s], live += tokens[s] > 0;
+  TOKENS(t)
+  {
+    const long s = t / (T / S);
+    if (s != loaded) {
+      for (int e = 0; e < E; e++) load[e] = (REAL)counts[s * E + e];
+      pad(load, E, R(0.0));
+      loaded = s;
+    }
+    if (mask && !mask[t]) {
+      VECTORS(e, E) VSTORE((VEC)R(0.0), 0, row + e);
+    } else {
+      load_row(row, logits, logits_at + t * s0, s1, type, E);
+      const struct scores p = scores_of(row, work, E, score);
+      const REAL n_s = (REAL)tokens[s];
+      const REAL balance = factor * balance_coef * ((REAL)E / (REAL)K) / (REAL)live / n_s / n_s;
+      const REAL z = factor * z_coef * R(2.0) * (p.top + log(p.sum_exp)) / (REAL)n;
+      VEC dot = R(0.0);
+      VECTORS(e, E)
+      {
+        const VEC share = VLOAD(0, work + e) / p.sum;
+        dot += share * VLOAD(0, load + e);
+        VSTORE(share, 0, work + e);
+      }
+      const REAL mean = sum_lanes(dot);
+      VECTORS(e, E)
+      {
+        const VEC l = VLOAD(0, row + e);
+        VEC g = balance * VLOAD(0, work + e) * (VLOAD(0, load + e) - mean);
+        if (score != SOFTMAX) g *= log_slope(SIGMOID, l);
+        if (z_coef != R(0.0)) g += z * (exp(l - p.top) / p.sum_exp);
+        VSTORE(g, 0, row + e);
       }
     }
-    for (; e < E; e++)
-      stx(dlogits, at + e * d1, d_type, accumulate ? ldx(dlogits, at + e * d1, d_type) + row[e] : row[e]);
+    store_row(dlogits, dlogits_at + t * d0, d1, d_type, row, E, accumulate);
   }
 }

@@ -153,6 +153,7 @@ void conform_act_fwd(struct conform *c)
     fwd_case(c, c_dtypes[d], (struct how){ .R = 8, .F = 6, .E = 2, .rows = 0, .act = gpt_oss });
     if (c->effort == LONG) fwd_case(c, c_dtypes[d], (struct how){ .R = 521, .F = 1031, .act = gpt_oss });
   }
+  huge_act_fwd(c);
 }
 
 void conform_act_bwd(struct conform *c)
@@ -175,4 +176,5 @@ void conform_act_bwd(struct conform *c)
       bwd_case(c, dtype, (struct how){ 8, 6, 2, 0, gpt_oss, 0, 1, 1, 1, 1, plane, 1 });
     if (c->effort == LONG) bwd_case(c, dtype, (struct how){ 521, 1031, 5, 500, gpt_oss, 1, 1, 1, 1, 1, 1, 0 });
   }
+  huge_act_bwd(c);
 }

@@ -30,11 +30,12 @@ struct conform {
   struct t_memory m; /* of the present case */
   char name[160];    /* of the present case */
   int64_t cases, failures;
+  int broken;   /* its program cannot be built: no more cases */
   double share; /* worst error as a share of its bound */
   char worst[256];
 };
 
-/* Starts a case in the arithmetic of dtype; 0 where the device lacks it. */
+/* Starts a case in the arithmetic of dtype; 0 where the device lacks it, or the program could not be built. */
 int c_begin(struct conform *c, int64_t dtype, const char *format, ...) __attribute__((format(printf, 3, 4)));
 /* From here on sums are exact: whole numbers in, equal bits wanted. */
 void c_exact(void);
@@ -50,7 +51,12 @@ moe_tensor c_inout(struct conform *c, int64_t dtype, int layout, const num *valu
 moe_tensor c_health(struct conform *c);
 
 void c_check(struct conform *c, const char *what, const moe_tensor *t, const num *want);
+/* The same for values already read, of t's shape and dtype. */
+void c_check_values(struct conform *c, const char *what, const moe_tensor *t, const double *got, const num *want);
 void c_check_ints(struct conform *c, const char *what, const moe_tensor *t, const int32_t *want);
+
+/* A packed tensor as one row. */
+moe_tensor c_flat(const moe_tensor *t);
 
 /* Dtypes of programs and of storage; REAL of a call. */
 #define C_DTYPES 4
@@ -73,5 +79,26 @@ int32_t *c_ids(struct conform *c, int64_t T, int64_t K, int64_t E, int pattern);
   int c_run_##name(struct conform *c, const struct moe__args_##name *args);
 #include "core/ops.def"
 #undef OP
+
+/* huge.c: tensors of more than 2^31 elements; called at the end of the op's own cases. */
+void huge_elt_map(struct conform *c);
+void huge_elt_normal(struct conform *c);
+void huge_elt_sum(struct conform *c);
+void huge_sqnorm(struct conform *c);
+void huge_gather_rows(struct conform *c);
+void huge_combine(struct conform *c);
+void huge_rms_fwd(struct conform *c);
+void huge_rms_bwd(struct conform *c);
+void huge_act_fwd(struct conform *c);
+void huge_act_bwd(struct conform *c);
+void huge_gemm(struct conform *c);
+void huge_select(struct conform *c);
+void huge_weights(struct conform *c);
+void huge_weights_bwd(struct conform *c);
+void huge_ggemm_rows(struct conform *c);
+void huge_ggemm_wgrad(struct conform *c);
+void huge_ggemm_colsum(struct conform *c);
+void huge_adamw(struct conform *c);
+void huge_xent(struct conform *c, int backward);
 
 #endif

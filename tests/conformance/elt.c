@@ -50,6 +50,7 @@ void conform_elt_map(struct conform *c)
         }
     if (c->effort != SMALL) map_case(c, dtype, MOE__ELT_AXPY, 100003, MOE_F32, MOE_F32, MOE_F32, APART, 1);
   }
+  huge_elt_map(c);
 }
 
 static void normal_case(struct conform *c, int64_t dtype, int64_t y, int64_t n, int64_t seed, int64_t stream)
@@ -73,6 +74,7 @@ void conform_elt_normal(struct conform *c)
     for (int64_t i = 0; i < (c->effort == SMALL ? 2 : SIZES); i++)
       normal_case(c, c_dtypes[d], c_float(c_dtypes[d], i), sizes[i], 0x123456789abcdef * i, i * 0x300000007);
   normal_case(c, MOE_F32, MOE_F32, 33, -1, -1);
+  huge_elt_normal(c);
 }
 
 static void sum_case(struct conform *c, int64_t dtype, int64_t a, int64_t n, int64_t accumulate, int whole)
@@ -103,4 +105,5 @@ void conform_elt_sum(struct conform *c)
       sum_case(c, c_dtypes[d], c_float(c_dtypes[d], i), n, i % 2, 0);
       sum_case(c, c_dtypes[d], c_float(c_dtypes[d], i + 1), n, i % 2, 1);
     }
+  huge_elt_sum(c);
 }

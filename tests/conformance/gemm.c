@@ -62,10 +62,11 @@ void conform_gemm(struct conform *c)
     }
     if (c->effort != SMALL) one(c, dtype, (struct how){ 263, 137, 150, 0, 0, 0, dtype, 1, 0, 0, 1 });
     for (int i = 0; i < 4 && c->effort == LONG; i++) {
-      struct how h = { 521, 389, 1031, i & 1 ? T_SWAP : 0, i & 2 ? T_SWAP : 0, T_PAD, dtype, 0, 0, 0, 1 };
+      struct how h = { 389, 261, 517, i & 1 ? T_SWAP : 0, i & 2 ? T_SWAP : 0, T_PAD, dtype, 0, 0, 0, 1 };
       one(c, dtype, h);
       h.whole = 1;
       one(c, dtype, h);
     }
   }
+  huge_gemm(c);
 }

@@ -160,6 +160,7 @@ void conform_ggemm_rows(struct conform *c)
     rows_case(c, dtype, up);
     rows_case(c, dtype, many);
   }
+  huge_ggemm_rows(c);
 }
 
 /* ---- ggemm_wgrad ------------------------------------------------------------------------------------------------- */
@@ -245,6 +246,7 @@ void conform_ggemm_wgrad(struct conform *c)
     wgrad_case(c, dtype, c_real(dtype), up);
     wgrad_case(c, dtype, c_real(dtype), down);
   }
+  huge_ggemm_wgrad(c);
 }
 
 /* ---- ggemm_colsum ------------------------------------------------------------------------------------------------ */
@@ -320,4 +322,5 @@ void conform_ggemm_colsum(struct conform *c)
     colsum_case(c, dtype, c_real(dtype), (struct colsum_how){ 3, 2053, 3, 33, ONE_EXPERT, 0, 0, 1, 0, 0, 0 });
     colsum_case(c, dtype, c_real(dtype), (struct colsum_how){ 129, 700, 0, 64, RANDOM, 2, 1, 1, 0, 1, 0 });
   }
+  huge_ggemm_colsum(c);
 }

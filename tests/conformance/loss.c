@@ -89,9 +89,11 @@ static void each(struct conform *c, void (*one)(struct conform *, int64_t, struc
 void conform_xent_fwd(struct conform *c)
 {
   each(c, fwd_case);
+  huge_xent(c, 0);
 }
 
 void conform_xent_bwd(struct conform *c)
 {
   each(c, bwd_case);
+  huge_xent(c, 1);
 }

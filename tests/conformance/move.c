@@ -36,6 +36,7 @@ void conform_gather_rows(struct conform *c)
       gather_case(c, c_dtypes[d], counts[i], 1 + i * 5, widths[(i + d) % WIDTHS], 1 + i % 3, c_layout(i), 0);
       gather_case(c, c_dtypes[d], counts[i], 1 + i * 2, widths[(i + 3) % WIDTHS], 1 + i % 8, c_layout(i + 1), 1);
     }
+  huge_gather_rows(c);
 }
 
 struct combine_how {
@@ -99,6 +100,7 @@ void conform_combine(struct conform *c)
         combine_case(c, c_dtypes[d], h, 0);
         if (variant == 1) combine_case(c, c_dtypes[d], h, 1);
       }
+  huge_combine(c);
 }
 
 static void dot_case(struct conform *c, int64_t dtype, int64_t T, int64_t K, int64_t E, int64_t D, int layout,

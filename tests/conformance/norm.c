@@ -29,6 +29,7 @@ void conform_rms_fwd(struct conform *c)
       fwd_case(c, c_dtypes[d], tokens[i], widths[i], c_layout(i + d), 2);
       fwd_case(c, c_dtypes[d], tokens[(i + 4) % 10], widths[i], c_layout(i), i % 2 ? 0 : 1e-4);
     }
+  huge_rms_fwd(c);
 }
 
 struct bwd_how {
@@ -78,4 +79,5 @@ void conform_rms_bwd(struct conform *c)
     if (c->effort != SMALL) bwd_case(c, c_dtypes[d], (struct bwd_how){ 1031, 33, 1, 1, 1, T_PACKED, 0 });
     bwd_case(c, c_dtypes[d], (struct bwd_how){ 0, 9, 0, 1, 1, T_PACKED, 0 });
   }
+  huge_rms_bwd(c);
 }

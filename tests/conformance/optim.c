@@ -62,6 +62,7 @@ void conform_adamw(struct conform *c)
     }
     if (c->effort != SMALL) adamw_case(c, dtype, (struct how){ 70001, MOE_F32, MOE_F32, 5, 0, 1, 0.1 });
   }
+  huge_adamw(c);
 }
 
 static void sqnorm_case(struct conform *c, int64_t dtype, int64_t type, int64_t n, int64_t accumulate, int whole)
@@ -92,6 +93,7 @@ void conform_sqnorm(struct conform *c)
       sqnorm_case(c, c_dtypes[d], c_float(c_dtypes[d], i), n, i % 2, 0);
       sqnorm_case(c, c_dtypes[d], c_float(c_dtypes[d], i + 1), n, (i + 1) % 2, 1);
     }
+  huge_sqnorm(c);
 }
 
 static void clip_case(struct conform *c, int64_t dtype, double sq_value, double max_norm, double loss_scale)

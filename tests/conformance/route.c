@@ -159,6 +159,7 @@ void conform_select(struct conform *c)
       select_case(c, dtype, h);
     }
   }
+  huge_select(c);
 }
 
 /* ---- weights and their gradient -------------------------------------------------------------------------------------- */
@@ -337,12 +338,14 @@ void conform_weights(struct conform *c)
 {
   for (int64_t d = 0; d < 2; d++) known_weights(c, c_dtypes[d]);
   each_weigh(c, weights_case);
+  huge_weights(c);
 }
 
 void conform_weights_bwd(struct conform *c)
 {
   for (int64_t d = 0; d < 2; d++) known_gradient(c, c_dtypes[d]);
   each_weigh(c, weights_bwd_case);
+  huge_weights_bwd(c);
 }
 
 /* ---- balance ---------------------------------------------------------------------------------------------------- */

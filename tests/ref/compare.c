@@ -26,7 +26,7 @@ struct ref_worst ref_compare(const double *got, const num *want, int64_t n, int6
   for (int64_t i = 0; i < n; i++) {
     double err, bound = bound_of(got[i], want[i], dtype, &err);
     int bad = !(err <= bound);
-    double share = bad && !(err < INFINITY) ? INFINITY : err > 0 ? err / bound : 0;
+    double share = bad && !(err < HUGE_VAL) ? HUGE_VAL : err > 0 ? err / bound : 0;
     worst.failed += bad;
     if (worst.at < 0 || share > worst.share)
       worst = (struct ref_worst){ share, i, worst.failed, got[i], want[i].v, bound };

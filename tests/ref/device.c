@@ -4,13 +4,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#define GUARD 4096
-
 struct t_block {
   struct t_block *next;
   moe_span span;
+  uint64_t bytes;                     /* mirrored: all, or none of a huge one */
   unsigned char *sent, *got, *before; /* what was uploaded, downloaded last, and downloaded before that */
-  unsigned char *own;                 /* 1 for each byte the kernel may write; these four NULL where huge */
+  unsigned char *own;                 /* 1 for each byte the kernel may write */
   int64_t dtype;
 };
 struct t_host {
@@ -20,7 +19,7 @@ struct t_host {
 
 void t_memory_init(struct t_memory *m, moe_context *ctx, moe_queue *q, uint64_t seed)
 {
-  *m = (struct t_memory){ .ctx = ctx, .q = q, .seed = seed * 0x9e3779b97f4a7c15u + 0x1234567 };
+  *m = (struct t_memory){ .ctx = ctx, .q = q, .guard = 4096, .seed = seed * 0x9e3779b97f4a7c15u + 0x1234567 };
 }
 
 void t_memory_free(struct t_memory *m)
@@ -70,7 +69,7 @@ static void allocate(struct t_memory *m, struct t_block *b, moe_tensor *t, uint6
 
 moe_tensor t_tensor(struct t_memory *m, int64_t dtype, int layout, int rank, const int64_t *shape)
 {
-  moe_tensor t = { .dtype = (int32_t)dtype, .rank = rank, .offset = GUARD };
+  moe_tensor t = { .dtype = (int32_t)dtype, .rank = rank, .offset = m->guard };
   int64_t size = (int64_t)moe_dtype_size(dtype), stride = layout & T_STEP ? 2 : 1, count = 1;
   for (int i = 0; i < rank; i++) {
     /* The i-th dimension from the innermost outwards. */
@@ -78,14 +77,13 @@ moe_tensor t_tensor(struct t_memory *m, int64_t dtype, int layout, int rank, con
     if (layout & T_SWAP && rank > 1 && i < 2) d = rank - 2 + i;
     t.shape[d] = shape[d];
     t.stride[d] = layout & T_SCALAR ? 0 : stride;
-    stride = stride * shape[d] + (layout & T_PAD ? 3 : 0);
+    stride = stride * shape[d] + (layout & T_PAD ? 3 : 0) + (layout & T_PAD8 ? 8 : 0);
     count *= shape[d];
   }
   if (layout & T_ODD) t.offset += (uint64_t)size;
 
   struct t_block *b = must(calloc(1, sizeof *b));
-  uint64_t bytes = 2 * GUARD + (uint64_t)((count ? stride : 0) + 2) * (uint64_t)size;
-  bytes = (bytes + 15) / 16 * 16;
+  uint64_t bytes = t.offset + moe_tensor_extent(&t) + m->guard;
   b->dtype = dtype;
   b->sent = must(malloc(bytes));
   b->got = must(malloc(bytes));
@@ -93,6 +91,7 @@ moe_tensor t_tensor(struct t_memory *m, int64_t dtype, int layout, int rank, con
   b->own = must(calloc(1, bytes));
   for (uint64_t i = 0; i < bytes; i++) b->sent[i] = pattern(i);
   allocate(m, b, &t, bytes);
+  b->bytes = b->span.bytes;
   return t;
 }
 
@@ -149,7 +148,7 @@ static uint16_t half_bits(double x)
 static double half_value(uint16_t bits)
 {
   int e = bits >> 10 & 31, f = bits & 1023;
-  double a = e == 31 ? (f ? NAN : INFINITY) : e ? ldexp(1024 + f, e - 25) : ldexp(f, -24);
+  double a = e == 31 ? (f ? (double)NAN : HUGE_VAL) : e ? ldexp(1024 + f, e - 25) : ldexp(f, -24);
   return bits & 0x8000 ? -a : a;
 }
 
@@ -239,8 +238,7 @@ void t_write_rows(struct t_memory *m, const moe_tensor *t, int64_t row, int64_t 
   int64_t count;
   moe_span span = rows_of(t, row, n, &count);
   unsigned char *bytes = must(malloc(span.bytes + 1));
-  for (int64_t i = 0; i < count; i++)
-    encode(bytes + (uint64_t)i * moe_dtype_size(t->dtype), t->dtype, values[i].v);
+  for (int64_t i = 0; i < count; i++) encode(bytes + (uint64_t)i * moe_dtype_size(t->dtype), t->dtype, values[i].v);
   if (!m->status) m->status = moe_span_write(m->q, span, bytes, span.bytes);
   free(bytes);
 }
@@ -259,7 +257,7 @@ void t_read_rows(struct t_memory *m, const moe_tensor *t, int64_t row, int64_t n
 void t_upload(struct t_memory *m)
 {
   for (struct t_block *b = m->blocks; b && !m->status; b = b->next)
-    m->status = moe_span_write(m->q, b->span, b->sent, b->span.bytes);
+    m->status = moe_span_write(m->q, b->span, b->sent, b->bytes);
 }
 
 void t_download(struct t_memory *m)
@@ -268,7 +266,7 @@ void t_download(struct t_memory *m)
     unsigned char *older = b->before;
     b->before = b->got;
     b->got = older;
-    m->status = moe_span_read(m->q, b->got, b->span, b->span.bytes);
+    m->status = moe_span_read(m->q, b->got, b->span, b->bytes);
   }
 }
 
@@ -276,12 +274,12 @@ const char *t_guards(struct t_memory *m)
 {
   static _Thread_local char text[160];
   for (struct t_block *b = m->blocks; b; b = b->next)
-    for (uint64_t i = 0; i < b->span.bytes; i++)
+    for (uint64_t i = 0; i < b->bytes; i++)
       if (!b->own[i] && b->got[i] != b->sent[i]) {
-        int64_t element = ((int64_t)i - GUARD) / (int64_t)moe_dtype_size(b->dtype);
+        int64_t element = ((int64_t)i - (int64_t)m->guard) / (int64_t)moe_dtype_size(b->dtype);
         snprintf(text, sizeof text, "wrote where it must not: %s element %lld of a block of %lld",
                  moe_dtype_name(b->dtype), (long long)element,
-                 (long long)((b->span.bytes - 2 * GUARD) / moe_dtype_size(b->dtype)));
+                 (long long)((b->bytes - 2 * m->guard) / moe_dtype_size(b->dtype)));
         return text;
       }
   return NULL;
@@ -290,7 +288,7 @@ const char *t_guards(struct t_memory *m)
 int t_repeats(struct t_memory *m)
 {
   for (struct t_block *b = m->blocks; b; b = b->next)
-    if (memcmp(b->before, b->got, b->span.bytes)) return 0;
+    if (b->bytes && memcmp(b->before, b->got, b->bytes)) return 0;
   return 1;
 }
 

@@ -15,7 +15,8 @@ struct t_memory {
   moe_context *ctx;
   moe_queue *q;
   moe_status status;
-  uint64_t seed; /* of the random values */
+  uint64_t guard; /* bytes of a guard band, a multiple of 16; 0: memory checkers see every access outside */
+  uint64_t seed;  /* of the random values */
   struct t_block *blocks;
   struct t_host *hosts;
 };
@@ -29,6 +30,7 @@ enum t_layout {
   T_PAD = 1,    /* three elements more between the rows of each dimension */
   T_SWAP = 2,   /* the last two dimensions exchanged: a transposed view */
   T_STEP = 4,   /* every second element */
+  T_PAD8 = 32, /* eight elements more: strides that aligned kernels take */
   T_ODD = 8,    /* begins one element past the aligned place */
   T_SCALAR = 16 /* all strides 0: one element, broadcast */
 };
@@ -38,7 +40,7 @@ enum t_layout {
     __VA_ARGS__                                                                                                        \
   }
 
-/* A tensor in a new block; data begin 4096 bytes into it.  On failure the handle is NULL. */
+/* A tensor in a new block, `guard` bytes into it.  On failure the handle is NULL. */
 moe_tensor t_tensor(struct t_memory *m, int64_t dtype, int layout, int rank, const int64_t *shape);
 /* A packed tensor too large for the host: every byte is `byte`; no guard bands, no mirror, and the functions for
    whole blocks leave it alone.  Its rows (of dimension 0) are written and read directly. */

@@ -28,19 +28,24 @@ static void philox(uint32_t x[4], uint32_t k0, uint32_t k1)
 
 /* The sum of 16 uniform half-words less its mean, over its standard deviation.  The integer and the one product
    are exact and correctly rounded, so the result is known to the bit. */
-void ref_elt_normal(num *y, int64_t n, int64_t seed, int64_t stream, double stddev)
+void ref_elt_normal_at(num *y, int64_t first, int64_t n, int64_t seed, int64_t stream, double stddev)
 {
   double factor = ref_real(stddev / sqrt(16 * 4294967295.0 / 12));
   for (int64_t i = 0; i < n; i++) {
     int32_t k = -16 * 65535 / 2;
     for (uint64_t half = 0; half < 2; half++) {
-      uint64_t at = 2 * (uint64_t)i + half, key = (uint64_t)seed, upper = (uint64_t)stream;
+      uint64_t at = 2 * (uint64_t)(first + i) + half, key = (uint64_t)seed, upper = (uint64_t)stream;
       uint32_t x[4] = { (uint32_t)at, (uint32_t)(at >> 32), (uint32_t)upper, (uint32_t)(upper >> 32) };
       philox(x, (uint32_t)key, (uint32_t)(key >> 32));
       for (int j = 0; j < 4; j++) k += (int32_t)(x[j] & 0xffff) + (int32_t)(x[j] >> 16);
     }
     y[i] = n_exact(ref_real(k * factor));
   }
+}
+
+void ref_elt_normal(num *y, int64_t n, int64_t seed, int64_t stream, double stddev)
+{
+  ref_elt_normal_at(y, 0, n, seed, stream, stddev);
 }
 
 void ref_elt_sum(num *y, const num *a, int64_t n, int64_t accumulate, double alpha)

@@ -62,7 +62,7 @@ static int64_t width_of(const struct ref_layer *l, int64_t F)
   return l->act.gated ? 2 * F : F;
 }
 
-/* ---- forward ---------------------------------------------------------------------------------------------------- */
+/* ---- forward ----------------------------------------------------------------------------------------------------- */
 static num *shared_forward(struct ref_layer *l, struct t_memory *m)
 {
   int64_t T = l->T, D = l->D, Fs = l->Fs, Hs = width_of(l, Fs);
@@ -111,7 +111,7 @@ void ref_layer_forward(struct ref_layer *l, struct t_memory *m)
                   K, l->balance_scoring ? l->balance_scoring : MOE__SOFTMAX);
 }
 
-/* ---- backward --------------------------------------------------------------------------------------------------- */
+/* ---- backward ---------------------------------------------------------------------------------------------------- */
 /* Gradients of the shared expert; returns its part of dx. */
 static num *shared_backward(struct ref_layer *l, struct t_memory *m)
 {

@@ -12,7 +12,7 @@ _Thread_local double ref_u = 0x1p-53, ref_tiny = DBL_MIN;
 void ref_arithmetic(int64_t dtype)
 {
   ref_u = dtype == MOE_NONE ? 0 : dtype == MOE_F64 ? 0x1p-53 : 0x1p-24;
-  ref_tiny = dtype == MOE_NONE ? 0 : dtype == MOE_F64 ? DBL_MIN : FLT_MIN;
+  ref_tiny = dtype == MOE_NONE ? 0 : dtype == MOE_F64 ? DBL_MIN : (double)FLT_MIN;
 }
 
 double ref_real(double x)

@@ -105,6 +105,8 @@ num sum_end(const struct sum *s);
 /* ---- elt ----------------------------------------------------------------------------------------------------- */
 void ref_elt_map(num *y, const num *a, const num *b, const num *scale, int64_t op, int64_t n, double alpha);
 void ref_elt_normal(num *y, int64_t n, int64_t seed, int64_t stream, double stddev);
+/* Elements [first, first+n) of a longer tensor. */
+void ref_elt_normal_at(num *y, int64_t first, int64_t n, int64_t seed, int64_t stream, double stddev);
 /* y[0] is read where `accumulate`; so in all that follow. */
 void ref_elt_sum(num *y, const num *a, int64_t n, int64_t accumulate, double alpha);
 

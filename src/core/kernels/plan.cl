@@ -26,13 +26,13 @@ KERNEL(plan_check)(TENSOR(int, slot2row), TENSOR(int, table), TENSOR(const int, 
   AT_OPT(weights);
   AT_OPT(health);
   for (long t = GID; t < T; t += GSIZE) {
-    int bad_id = 0, bad_weight = 0;
+    int bad = 0;
     for (long i = t * K; i < (t + 1) * K; i++) {
-      if (ids[i] < 0 || ids[i] >= E) bad_id = 1;
-      if (weights && !IS_FINITE(weights[i])) bad_weight = 1;
+      if (ids[i] < 0 || ids[i] >= E) bad |= HEALTH_ID;
+      if (weights && !IS_FINITE(weights[i])) bad |= HEALTH_ROUTE;
     }
-    for (long i = t * K; i < (t + 1) * K; i++) slot2row[i] = bad_id || bad_weight ? -1 : ids[i];
-    if ((bad_id || bad_weight) && health) ATOMIC_OR(health, bad_id ? HEALTH_ID : HEALTH_ROUTE);
+    for (long i = t * K; i < (t + 1) * K; i++) slot2row[i] = bad ? -1 : ids[i];
+    if (bad && health) ATOMIC_OR(health, bad);
   }
   const long run = (cells + GROUPS(0) - 1) / GROUPS(0), end = MIN2((GROUP(0) + 1) * run, cells);
   for (long i = GROUP(0) * run + LID; i < end; i += LSIZE) table[i] = 0;

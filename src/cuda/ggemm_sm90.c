@@ -1,0 +1,181 @@
+/* ggemm_sm90.c - launchers of the Hopper products over ragged experts: what they can serve, and the descriptors by
+   which TMA reads and writes the operands.  Descriptors travel in the kernel's parameters, so a launch can be
+   captured, and nothing is cached. */
+#include "cuda/ggemm_sm90.h"
+#include "cuda/impls.h"
+
+#include <cudaTypedefs.h>
+#include <stdatomic.h>
+
+enum { EXPERTS_MAX = 1024, SIDE = 128 };
+
+/* ---- descriptors ---------------------------------------------------------------------------------------------- */
+
+static PFN_cuTensorMapEncodeTiled_v12000 encoder(void)
+{
+  static _Atomic(PFN_cuTensorMapEncodeTiled_v12000) known;
+  PFN_cuTensorMapEncodeTiled_v12000 encode = atomic_load(&known);
+  enum cudaDriverEntryPointQueryResult found;
+  void *f = NULL;
+  if (encode) return encode;
+  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found)) return NULL;
+  memcpy(&encode, &f, sizeof encode);
+  atomic_store(&known, encode);
+  return encode;
+}
+
+static unsigned char *first(const moe_tensor *t)
+{
+  return (unsigned char *)t->handle + t->offset;
+}
+
+/* 16-bit elements at `base`, the fastest dimension first, read or written in boxes of 64 x `rows`. */
+static moe_status describe(CUtensorMap *out, int64_t dtype, void *base, int rank, const int64_t *shape,
+                           const int64_t *stride, int rows)
+{
+  const PFN_cuTensorMapEncodeTiled_v12000 encode = encoder();
+  const cuuint32_t box[3] = { 64, (cuuint32_t)rows, 1 }, every[3] = { 1, 1, 1 };
+  cuuint64_t dims[3], bytes[2];
+  CUresult result;
+  for (int d = 0; d < rank; d++) dims[d] = (cuuint64_t)shape[d];
+  for (int d = 1; d < rank; d++)
+    bytes[d - 1] = shape[d] > 1 ? 2 * (cuuint64_t)stride[d] : d > 1 ? bytes[d - 2] * dims[d - 1] : 2 * dims[0];
+  if (!encode) return moe__fail(MOE_ERR_LAUNCH, "the NVIDIA driver has no cuTensorMapEncodeTiled");
+  result = encode(out, dtype == MOE_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                  (cuuint32_t)rank, base, dims, bytes, box, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_SUCCESS) return MOE_OK;
+  return moe__fail(MOE_ERR_LAUNCH, "cuTensorMapEncodeTiled: error %d for %lld x %lld elements, rows %lld bytes apart",
+                   (int)result, (long long)shape[1], (long long)shape[0], (long long)bytes[0]);
+}
+
+static moe_status describe_rows(CUtensorMap *out, const moe_tensor *t, int64_t column, int64_t rows, int64_t columns,
+                                int box)
+{
+  return describe(out, t->dtype, first(t) + 2 * column, 2, (const int64_t[]){ columns, rows },
+                  (const int64_t[]){ 1, t->stride[0] }, box);
+}
+
+/* [E,N,K] of which one dimension is contiguous. */
+static moe_status describe_stack(CUtensorMap *out, const moe_tensor *t, int n_first)
+{
+  const int fast = n_first ? 1 : 2, slow = n_first ? 2 : 1;
+  return describe(out, t->dtype, first(t), 3, (const int64_t[]){ t->shape[fast], t->shape[slow], t->shape[0] },
+                  (const int64_t[]){ 1, t->stride[slow], t->stride[0] }, n_first ? 64 : SIDE);
+}
+
+/* ---- what can be served ----------------------------------------------------------------------------------------- */
+
+static moe_status can_run(const struct moe__dev_info *info, int64_t dtype, int64_t E, struct moe__why *why)
+{
+  if (info->pub.arch != 90)
+    return moe__cannot(why, "wants compute capability 9.0, got %d.%d", (int)info->pub.arch / 10,
+                       (int)info->pub.arch % 10);
+  if (dtype != MOE_BF16 && dtype != MOE_F16) return moe__cannot(why, "wants bf16 or f16, got %s", moe_dtype_name(dtype));
+  if (E > EXPERTS_MAX) return moe__cannot(why, "wants at most %d experts, got %lld", EXPERTS_MAX, (long long)E);
+  return MOE_OK;
+}
+
+static moe_status can_count(const char *name, int64_t n, struct moe__why *why)
+{
+  if (n > 0 && n % 8 == 0) return MOE_OK;
+  return moe__cannot(why, "wants %s a positive multiple of 8, got %lld", name, (long long)n);
+}
+
+/* Rows of 16-byte units: dimension `fast` contiguous, the other strides multiples of 8, the base of 16 bytes. */
+static moe_status can_tensor(const char *name, const moe_tensor *t, int fast, struct moe__why *why)
+{
+  const int64_t most = (int64_t)1 << 38;
+  if (t->stride[fast] != 1)
+    return moe__cannot(why, "wants %s contiguous along dimension %d, got stride %lld", name, fast,
+                       (long long)t->stride[fast]);
+  for (int d = 0; d < t->rank; d++)
+    if (d != fast && t->shape[d] > 1 && (t->stride[d] % 8 || t->stride[d] < 8 || t->stride[d] > most))
+      return moe__cannot(why, "wants strides of %s to be multiples of 8 up to 2^38, got %lld in dimension %d", name,
+                         (long long)t->stride[d], d);
+  if (((uintptr_t)t->handle + t->offset) % 16)
+    return moe__cannot(why, "wants %s at a multiple of 16 bytes, got %llu over", name,
+                       (unsigned long long)(((uintptr_t)t->handle + t->offset) % 16));
+  return MOE_OK;
+}
+
+static moe_status can_bias(const moe_tensor *t, struct moe__why *why)
+{
+  if (!t->handle) return MOE_OK;
+  if (t->stride[1] == 1 && (t->shape[0] == 1 || t->stride[0] % 2 == 0) && ((uintptr_t)t->handle + t->offset) % 4 == 0)
+    return MOE_OK;
+  return moe__cannot(why, "wants bias rows contiguous and at multiples of 4 bytes, got strides %lld, %lld",
+                     (long long)t->stride[0], (long long)t->stride[1]);
+}
+
+/* ---- rows ------------------------------------------------------------------------------------------------------- */
+
+static int n_first(const struct moe__args_ggemm_rows *a)
+{
+  return a->b[0].stride[2] != 1;
+}
+
+/* Columns of a tile: SIDE of each half, or twice SIDE. */
+static int64_t column_tiles(const struct moe__args_ggemm_rows *a)
+{
+  return a->split == MOE__SPLIT_N ? moe__ceil_div(a->N / 2, SIDE) : moe__ceil_div(a->N, 2 * SIDE);
+}
+
+static moe_status can_rows(const struct moe__dev_info *info, const struct moe__args_ggemm_rows *a, struct moe__why *why)
+{
+  const int fast = n_first(a) ? 1 : 2;
+  MOE__TRY(can_run(info, a->dtype, a->E, why));
+  MOE__TRY(can_count("columns of each half", a->split == MOE__SPLIT_N ? a->N / 2 : a->N, why));
+  MOE__TRY(can_count("K of each half", a->split == MOE__SPLIT_K ? a->K / 2 : a->K, why));
+  MOE__TRY(can_tensor("a", &a->a, 1, why));
+  MOE__TRY(can_tensor("b[0]", &a->b[0], fast, why));
+  if (a->split) MOE__TRY(can_tensor("b[1]", &a->b[1], fast, why));
+  MOE__TRY(can_tensor("c", &a->c, 1, why));
+  MOE__TRY(can_bias(&a->bias[0], why));
+  if (a->split == MOE__SPLIT_N) MOE__TRY(can_bias(&a->bias[1], why));
+  if ((a->R / SIDE + a->E) * column_tiles(a) > INT32_MAX)
+    return moe__cannot(why, "wants fewer than 2^31 tiles, got %lld rows of %lld columns", (long long)a->R,
+                       (long long)a->N);
+  return MOE_OK;
+}
+
+static moe_status run_rows(moe_queue *q, const struct moe__args_ggemm_rows *a)
+{
+  static const struct moe__kernel name = { "sm90_rows", "rows" };
+  const int sn = a->split == MOE__SPLIT_N, sk = a->split == MOE__SPLIT_K, by_n = n_first(a);
+  const struct moe__sm90_kernel *k = &moe__sm90_rows_kernels[a->dtype == MOE_F16][a->map.handle != NULL][by_n];
+  const struct moe__cuda_object object = { name.program, k->function, k->threads, k->shared };
+  const struct moe__divisor div = moe__divide(a->map.handle ? a->div : 1);
+  const int64_t tiles = (a->R / SIDE + (a->E < a->R ? a->E : a->R)) * column_tiles(a);
+  const int64_t fill = q->ctx->info->pub.compute_units;
+  struct moe__sm90_rows p;
+  if (a->R == 0) return MOE_OK;
+  memset(&p, 0, sizeof p);
+  p.N = (int32_t)(sn ? a->N / 2 : a->N);
+  p.K = (int32_t)(sk ? a->K / 2 : a->K);
+  for (int i = 0; i < 2; i++) {
+    MOE__TRY(describe_rows(&p.a[i], &a->a, sk ? i * p.K : 0, a->map.handle ? a->a.shape[0] : a->R, p.K, SIDE));
+    MOE__TRY(describe_stack(&p.b[i], &a->b[a->split ? i : 0], by_n));
+    MOE__TRY(describe_rows(&p.c[i], &a->c, sn ? i * p.N : 0, a->R, p.N, 64));
+    if (a->bias[sn ? i : 0].handle) {
+      p.bias[i] = first(&a->bias[sn ? i : 0]);
+      p.bias_stride[i] = 2 * a->bias[sn ? i : 0].stride[0];
+    }
+  }
+  p.offs = (const int32_t *)(void *)first(&a->offs);
+  if (a->map.handle) p.map = (const int32_t *)(void *)first(&a->map);
+  p.x = first(&a->a);
+  p.x_stride = 2 * a->a.stride[0];
+  p.y = first(&a->c);
+  p.y_stride = 2 * a->c.stride[0];
+  p.div_mul = div.mul;
+  p.div_shift = div.shift;
+  p.E = (int32_t)a->E;
+  p.split = (int32_t)a->split;
+  return moe__cuda_start(q->be, &name, &object, tiles < fill ? tiles : fill, &p);
+}
+
+const struct moe__impl_ggemm_rows moe__cuda_ggemm_rows[] = {
+  { "ggemm_rows:sm90", "sm90_rows", MOE__TENSOR, can_rows, run_rows },
+  { 0 },
+};

@@ -1,0 +1,36 @@
+/* ggemm_sm90.h - what the Hopper kernels of the ragged products and their launchers share. */
+#ifndef MOE_CUDA_GGEMM_SM90_H
+#define MOE_CUDA_GGEMM_SM90_H
+
+#include <cuda.h>
+#include <stdint.h>
+
+/* Arguments of rows_sm90.cu.  Every count is of one half where split. */
+struct moe__sm90_rows {
+  CUtensorMap a[2], b[2], c[2]; /* a by half of K, b by half of either, c by half of N */
+  const int32_t *offs, *map;
+  const unsigned char *x; /* a where map is given */
+  int64_t x_stride;       /* bytes */
+  unsigned char *y;       /* c */
+  int64_t y_stride;
+  const unsigned char *bias[2];
+  int64_t bias_stride[2];
+  int64_t div_mul;
+  int32_t div_shift, E, N, K, split;
+};
+
+/* A kernel, and the shared memory that its launches name. */
+struct moe__sm90_kernel {
+  const void *function;
+  int32_t threads, shared;
+};
+#ifdef __cplusplus
+extern "C" {
+#endif
+/* [f16][gathered][B by N]. */
+extern const struct moe__sm90_kernel moe__sm90_rows_kernels[2][2][2];
+#ifdef __cplusplus
+}
+#endif
+
+#endif

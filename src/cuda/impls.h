@@ -1,0 +1,27 @@
+/* impls.h - the tuned implementations of the CUDA backend and what their launchers share. */
+#ifndef MOE_CUDA_IMPLS_H
+#define MOE_CUDA_IMPLS_H
+
+#include "core/kernels/kernels.h"
+
+#include <cuda_runtime_api.h>
+
+/* Lists for moe__cuda_ops; each ends with {0}. */
+extern const struct moe__impl_ggemm_rows moe__cuda_ggemm_rows[];
+extern const struct moe__ops moe__cuda_ops;
+
+/* A kernel of the library's own objects, which the runtime would load at its first launch: too late under graph
+   capture.  `program` of an implementation names those that it may launch. */
+struct moe__cuda_object {
+  const char *program;
+  const void *function;
+  int32_t threads, shared; /* shared: dynamic, bytes */
+};
+/* Entry i of all of them; 0 past the last. */
+int moe__cuda_object_at(int i, struct moe__cuda_object *out);
+
+/* Of backend.c.  Launches such a kernel on the queue; `k` names it in the text of faults. */
+moe_status moe__cuda_start(struct moe__queue_be *q, const struct moe__kernel *k, const struct moe__cuda_object *object,
+                           int64_t groups, const void *argument);
+
+#endif

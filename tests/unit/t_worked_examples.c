@@ -1,0 +1,333 @@
+/* t_worked_examples.c - small examples with known answers, through the public API: mixture of experts (routing,
+   outputs, parameter counts) and second derivatives. */
+#include "moe_test.h"
+#include "../ref/device.h"
+
+static moe_context *ctx;
+static moe_queue *q;
+
+static moe_tensor put(struct t_memory *m, int64_t dtype, const double *values, int rank, const int64_t *shape)
+{
+  moe_tensor t = t_tensor(m, dtype, T_PACKED, rank, shape);
+  int64_t n = moe_tensor_count(&t);
+  num *numbers = t_nums(m, n);
+  for (int64_t i = 0; i < n; i++) numbers[i].v = values[i];
+  t_put(m, &t, numbers);
+  return t;
+}
+#define PUT(m, dtype, values, ...) put(m, dtype, values, SHAPE(__VA_ARGS__))
+
+/* A span of device memory from the same pool. */
+static moe_span room(struct t_memory *m, uint64_t bytes)
+{
+  moe_tensor t = t_tensor(m, MOE_U8, T_PACKED, SHAPE((int64_t)bytes));
+  t_own(m, &t);
+  return (moe_span){ t.handle, t.offset, bytes };
+}
+
+static void read_doubles(moe_tensor t, double *out, int n)
+{
+  assert_int_equal(moe_tensor_count(&t), n);
+  OK(moe_tensor_read(q, out, &t, n));
+}
+
+/* ---- mixture of experts ---------------------------------------------------------------------------------------------
+   x = [1,2]; expert e maps x to x E_e, through two layers: up = E_e', identity, down = identity. */
+static const double x_values[2] = { 1, 2 };
+static const double router_values[8] = { 1, 0, 0, 1, -1, 0, 0, -1 }; /* [E,D] */
+static const double up_values[16] = { 2, 0, 0, 2, /* E0' */ 1, 1, 1, -1, /* E1' */ .5, 0, 0, .5, /* E2' */ 1, 0, 0, 1 };
+static const double down_values[16] = { 1, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1 };
+
+struct example {
+  moe_selection_options selection;
+  moe_weights_options weights;
+  moe_activation activation;
+  double bound; /* of values near 1 */
+};
+
+static struct example example_of(int64_t dtype, int64_t top_k)
+{
+  struct example e;
+  e.selection = moe_selection_options_init();
+  e.selection.kind = MOE_SELECT_SOFTMAX;
+  e.selection.top_k = top_k;
+  e.weights = moe_weights_options_init();
+  e.weights.scoring = MOE_SOFTMAX;
+  e.weights.renormalize = 1;
+  e.weights.scale = 1;
+  e.activation = moe_activation_init();
+  e.activation.kind = MOE_IDENTITY;
+  e.bound = dtype == MOE_F64 ? 1e-12 : 1e-6;
+  return e;
+}
+
+static void mixture_by_the_layer(int64_t dtype, int64_t top_k)
+{
+  struct example e = example_of(dtype, top_k);
+  struct t_memory m;
+  moe_layer *layer;
+  moe_layer_desc desc = moe_layer_desc_init();
+  moe_layer_bytes bytes = moe_layer_bytes_init();
+  moe_layer_io io = moe_layer_io_init();
+  moe_layer_state state = moe_layer_state_init();
+  moe_tensor t;
+  double got[8];
+  int64_t all, active;
+  desc.d_model = desc.d_ff = 2;
+  desc.n_experts = 4;
+  desc.dtype = dtype;
+  desc.selection = &e.selection;
+  desc.weights = &e.weights;
+  desc.activation = &e.activation;
+  t_memory_init(&m, ctx, q, 1);
+  OK(moe_layer_create(&layer, ctx, &desc));
+  OK(moe_layer_measure(&bytes, layer, 1, 1));
+  io.x = PUT(&m, dtype, x_values, 1, 2);
+  io.y = t_tensor(&m, dtype, T_PACKED, SHAPE(1, 2));
+  io.params = room(&m, bytes.params);
+  io.saved = room(&m, bytes.saved);
+  io.scratch = room(&m, bytes.scratch);
+  t_upload(&m);
+  assert_int_equal(m.status, MOE_OK);
+
+  static const struct {
+    const char *name;
+    const double *values;
+    int n;
+  } params[] = { { "router", router_values, 8 }, { "up", up_values, 16 }, { "down", down_values, 16 } };
+  for (int i = 0; i < 3; i++) {
+    moe_layer_param_info info = moe_layer_param_info_init();
+    float narrow[16];
+    OK(moe_layer_param(&t, NULL, &info, layer, io.params, (moe_span){ 0 }, i));
+    assert_string_equal(info.name, params[i].name);
+    assert_int_equal(moe_tensor_count(&t), params[i].n);
+    for (int k = 0; k < params[i].n; k++) narrow[k] = (float)params[i].values[k];
+    uint64_t size = moe_tensor_extent(&t);
+    OK(moe_span_write(q, (moe_span){ t.handle, t.offset, size },
+                      dtype == MOE_F64 ? (const void *)params[i].values : narrow, size));
+  }
+  FAILS(MOE_ERR_INVALID, "past the last", moe_layer_param(&t, NULL, NULL, layer, io.params, (moe_span){ 0 }, 3));
+  OK(moe_layer_forward(layer, q, &io, &state));
+  OK(moe_queue_wait(q));
+
+  OK(moe_layer_logits(&t, &state));
+  read_doubles(t, got, 4);
+  for (int i = 0; i < 4; i++) assert_near(got[i], ((const double[]){ 1, 2, -1, -2 })[i], 0);
+  OK(moe_layer_route_ids(&t, &state));
+  read_doubles(t, got, (int)top_k);
+  assert_near(got[0], 1, 0);
+  if (top_k == 2) assert_near(got[1], 0, 0);
+  OK(moe_layer_route_weights(&t, &state));
+  read_doubles(t, got, (int)top_k);
+  const double w = 1 / (1 + exp(-1.0)); /* sigmoid(1) */
+  if (top_k == 2) {
+    assert_near(got[0], w, e.bound);
+    assert_near(got[1], 1 - w, e.bound);
+  } else assert_near(got[0], 1, 0);
+  read_doubles(io.y, got, 2);
+  if (top_k == 2) {
+    assert_near(got[0], 2 + w, e.bound);
+    assert_near(got[1], 4 - 5 * w, e.bound);
+    assert_near(got[0], 2.7310585786, e.bound + 5e-11);
+    assert_near(got[1], 0.3447071068, e.bound + 5e-11);
+  } else {
+    assert_near(got[0], 3, 0);
+    assert_near(got[1], -1, 0);
+  }
+  /* The balance loss: E sum f P, with the chosen each a share 1/K of the slots. */
+  const double sum = exp(1) + exp(2) + exp(-1) + exp(-2);
+  OK(moe_layer_losses(&t, &state));
+  read_doubles(t, got, 2);
+  assert_near(got[0], top_k == 2 ? 2 * (exp(1) + exp(2)) / sum : 4 * exp(2) / sum, 3 * e.bound);
+  assert_near(got[1], log(sum) * log(sum), 6 * e.bound);
+  OK(moe_layer_parameter_counts(&all, &active, layer)); /* two matrices of 4 an expert */
+  assert_int_equal(all, 8 + 4 * 8);
+  assert_int_equal(active, 8 + top_k * 8);
+  moe_layer_free(layer);
+  t_memory_free(&m);
+}
+
+/* The branch alone: logits given; what was not chosen is NaN and nobody looks at it. */
+static void mixture_by_the_branch(int64_t dtype, int64_t renormalize)
+{
+  static const double logits[4] = { 1, 2, -1, -2 };
+  struct example e = example_of(dtype, 2);
+  struct t_memory m;
+  moe_experts *experts;
+  moe_experts_desc desc = moe_experts_desc_init();
+  moe_experts_bytes bytes = moe_experts_bytes_init(), inference = bytes;
+  moe_experts_io io = moe_experts_io_init();
+  moe_state state = moe_state_init();
+  moe_tensor t;
+  double up[16], got[2];
+  e.weights.renormalize = renormalize;
+  for (int i = 0; i < 16; i++) up[i] = i < 8 ? up_values[i] : (double)NAN;
+  desc.d_model = desc.d_ff = 2;
+  desc.n_experts = 4;
+  desc.dtype = dtype;
+  desc.selection = &e.selection;
+  desc.weights = &e.weights;
+  desc.activation = &e.activation;
+  t_memory_init(&m, ctx, q, 1);
+  OK(moe_experts_create(&experts, ctx, &desc));
+  OK(moe_experts_measure(&bytes, experts, 1, MOE_GRAD_INPUT));
+  OK(moe_experts_measure(&inference, experts, 1, 0));
+  io.x = PUT(&m, dtype, x_values, 1, 2);
+  io.logits = PUT(&m, dtype, logits, 1, 4);
+  io.up = PUT(&m, dtype, up, 4, 2, 2);
+  io.down = PUT(&m, dtype, down_values, 4, 2, 2);
+  io.y = t_tensor(&m, dtype, T_PACKED, SHAPE(1, 2));
+  io.saved = room(&m, bytes.saved);
+  io.scratch = room(&m, bytes.scratch > inference.scratch ? bytes.scratch : inference.scratch);
+  t_own(&m, &io.y);
+  t_upload(&m);
+  OK(moe_experts_forward_selected(experts, q, &io, MOE_GRAD_INPUT, &state));
+  OK(moe_queue_wait(q));
+  t_download(&m);
+  assert_int_equal(m.status, MOE_OK);
+  assert_null(t_guards(&m));
+  OK(moe_experts_route_ids(&t, &state));
+  read_doubles(t, got, 2);
+  assert_near(got[0], 1, 0);
+  assert_near(got[1], 0, 0);
+  const double sum = exp(1) + exp(2) + exp(-1) + exp(-2);
+  const double w1 = renormalize ? 1 / (1 + exp(-1.0)) : exp(2) / sum;
+  const double w0 = renormalize ? 1 - w1 : exp(1) / sum;
+  if (!renormalize) {
+    assert_near(w1, 0.6964, 5e-5);
+    assert_near(w0, 0.2562, 5e-5);
+    assert_near(w0 + w1, 0.9526, 5e-5);
+  }
+  OK(moe_experts_route_weights(&t, &state));
+  read_doubles(t, got, 2);
+  assert_near(got[0], w1, e.bound);
+  assert_near(got[1], w0, e.bound);
+  read_doubles(io.y, got, 2);
+  assert_near(got[0], 3 * w1 + 2 * w0, e.bound);
+  assert_near(got[1], -w1 + 4 * w0, e.bound);
+  OK(moe_experts_inference(experts, q, &io)); /* the same without keeping anything */
+  read_doubles(io.y, got, 2);
+  assert_near(got[0], 3 * w1 + 2 * w0, e.bound);
+  moe_experts_free(experts);
+  t_memory_free(&m);
+}
+
+static void mixture_top_2_f32(void **state)
+{
+  (void)state;
+  mixture_by_the_layer(MOE_F32, 2);
+  mixture_by_the_branch(MOE_F32, 1);
+  mixture_by_the_branch(MOE_F32, 0);
+}
+static void mixture_top_2_f64(void **state)
+{
+  (void)state;
+  if (!test_has_fp64(ctx)) skip();
+  mixture_by_the_layer(MOE_F64, 2);
+  mixture_by_the_branch(MOE_F64, 1);
+  mixture_by_the_branch(MOE_F64, 0);
+}
+static void mixture_top_1(void **state)
+{
+  (void)state;
+  mixture_by_the_layer(MOE_F32, 1);
+  if (test_has_fp64(ctx)) mixture_by_the_layer(MOE_F64, 1);
+}
+
+static void mixture_parameter_counts(void **state)
+{
+  int64_t all, active;
+  (void)state;
+  OK(moe_parameter_counts(&all, &active, 8, 4, 4, 2, 0));
+  assert_int_equal(all, 24);
+  assert_int_equal(active, 16);
+  OK(moe_parameter_counts(&all, &active, 8, 4, 4, 1, 0));
+  assert_int_equal(all, 24);
+  assert_int_equal(active, 12);
+}
+
+/* ---- second derivatives ------------------------------------------------------------------------------------------ */
+static double number_of(moe_tape *tape, moe_value v)
+{
+  double x = NAN;
+  OK(moe_tape_read(tape, v, &x, 1));
+  return x;
+}
+
+/* g(x) = x^3 at 2: 8, 12, 12, and 6 where one goes on. */
+static void second_derivative_of_a_cube(void **state)
+{
+  static const double two[1] = { 2 };
+  static const double want[4] = { 8, 12, 12, 6 };
+  struct t_memory m;
+  moe_tape *tape;
+  (void)state;
+  t_memory_init(&m, ctx, q, 1);
+  OK(moe_tape_create(&tape, q, NULL));
+  moe_tensor t = PUT(&m, MOE_F32, two, 1);
+  t_upload(&m);
+  moe_value x = moe_tape_leaf(tape, &t, 1), g = moe_tape_mul(tape, moe_tape_mul(tape, x, x), x);
+  assert_near(number_of(tape, g), want[0], 0);
+  for (int order = 1; order < 4; order++) {
+    OK(moe_tape_backward(tape, g, (moe_value){ 0 }, MOE_CREATE_GRAPH));
+    g = moe_tape_grad(tape, x);
+    assert_near(number_of(tape, g), want[order], 0);
+  }
+  moe_tape_free(tape);
+  t_memory_free(&m);
+}
+
+/* L = w1^2 w2 at (2,3), H = [[6,4],[4,0]], v = [1,0]: H v = [6,4] by a second backward, which starts from clean
+   gradients: with those of the first it would give 42. */
+static void hessian_times_vector(void **state)
+{
+  static const double two[1] = { 2 }, three[1] = { 3 }, one[1] = { 1 }, zero[1] = { 0 };
+  struct t_memory m;
+  moe_tape *tape;
+  (void)state;
+  t_memory_init(&m, ctx, q, 1);
+  OK(moe_tape_create(&tape, q, NULL));
+  moe_tensor t1 = PUT(&m, MOE_F32, two, 1), t2 = PUT(&m, MOE_F32, three, 1), a = PUT(&m, MOE_F32, one, 1),
+             b = PUT(&m, MOE_F32, zero, 1), d1 = t_tensor(&m, MOE_F32, 0, SHAPE(1)),
+             d2 = t_tensor(&m, MOE_F32, 0, SHAPE(1));
+  double bound_gradient;
+  t_upload(&m);
+  moe_value w1 = moe_tape_param(tape, &t1, &d1), w2 = moe_tape_param(tape, &t2, &d2);
+  moe_value loss = moe_tape_mul(tape, moe_tape_mul(tape, w1, w1), w2);
+  assert_near(number_of(tape, loss), 12, 0);
+  OK(moe_tape_backward(tape, loss, (moe_value){ 0 }, MOE_CREATE_GRAPH));
+  moe_value g1 = moe_tape_grad(tape, w1), g2 = moe_tape_grad(tape, w2);
+  assert_near(number_of(tape, g1), 12, 0);
+  assert_near(number_of(tape, g2), 4, 0);
+  read_doubles(d1, &bound_gradient, 1);
+  assert_near(bound_gradient, 12, 0);
+
+  moe_value v1 = moe_tape_leaf(tape, &a, 0), v2 = moe_tape_leaf(tape, &b, 0);
+  moe_value along = moe_tape_add(tape, moe_tape_mul(tape, g1, v1), moe_tape_mul(tape, g2, v2));
+  OK(moe_tape_backward(tape, along, (moe_value){ 0 }, 0));
+  assert_near(number_of(tape, moe_tape_grad(tape, w1)), 6, 0);
+  assert_near(number_of(tape, moe_tape_grad(tape, w2)), 4, 0);
+  read_doubles(d1, &bound_gradient, 1);
+  assert_near(bound_gradient, 6, 0);
+  read_doubles(d2, &bound_gradient, 1);
+  assert_near(bound_gradient, 4, 0);
+  assert_near(number_of(tape, g1), 12, 0); /* the first gradients are as they were */
+  moe_tape_free(tape);
+  t_memory_free(&m);
+}
+
+int main(void)
+{
+  const struct CMUnitTest tests[] = {
+    cmocka_unit_test(mixture_top_2_f32),
+    cmocka_unit_test(mixture_top_2_f64),
+    cmocka_unit_test(mixture_top_1),
+    cmocka_unit_test(mixture_parameter_counts),
+    cmocka_unit_test(second_derivative_of_a_cube),
+    cmocka_unit_test(hessian_times_vector),
+  };
+  if (!test_open(&ctx, &q)) return 77;
+  int rc = TEST_MAIN(tests);
+  test_close(ctx, q);
+  return rc;
+}
