@@ -655,6 +655,18 @@ static moe_status cuda_launch(struct moe__queue_be *q, const struct moe__kernel 
   return MOE_OK;
 }
 
+moe_status moe__cuda_enter(struct moe__queue_be *q, int *pushed)
+{
+  const cudaError_t e = enter(q->dev, pushed);
+  if (!e) return MOE_OK;
+  return moe__fail(MOE_ERR_BACKEND, "%s: its context: %s", q->dev->info.pub.id, cudaGetErrorString(e));
+}
+
+void moe__cuda_leave(struct moe__queue_be *q, int pushed)
+{
+  leave(q->dev, pushed);
+}
+
 moe_status moe__cuda_start(struct moe__queue_be *q, const struct moe__kernel *k, const struct moe__cuda_object *object,
                            int64_t groups, const void *argument)
 {

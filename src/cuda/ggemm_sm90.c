@@ -7,7 +7,7 @@
 #include <cudaTypedefs.h>
 #include <stdatomic.h>
 
-enum { EXPERTS_MAX = 1024, SIDE = 128 };
+enum { SIDE = 128 };
 
 /* ---- descriptors ---------------------------------------------------------------------------------------------- */
 
@@ -29,19 +29,23 @@ static unsigned char *first(const moe_tensor *t)
   return (unsigned char *)t->handle + t->offset;
 }
 
-/* 16-bit elements at `base`, the fastest dimension first, read or written in boxes of 64 x `rows`. */
+/* Elements at `base`, the fastest dimension first, read or written in boxes of 128 bytes x `rows`. */
 static moe_status describe(CUtensorMap *out, int64_t dtype, void *base, int rank, const int64_t *shape,
                            const int64_t *stride, int rows)
 {
   const PFN_cuTensorMapEncodeTiled_v12000 encode = encoder();
-  const cuuint32_t box[3] = { 64, (cuuint32_t)rows, 1 }, every[3] = { 1, 1, 1 };
+  const cuuint64_t size = moe_dtype_size(dtype);
+  const cuuint32_t box[3] = { (cuuint32_t)(128 / size), (cuuint32_t)rows, 1 }, every[3] = { 1, 1, 1 };
   cuuint64_t dims[3], bytes[2];
   CUresult result;
   for (int d = 0; d < rank; d++) dims[d] = (cuuint64_t)shape[d];
   for (int d = 1; d < rank; d++)
-    bytes[d - 1] = shape[d] > 1 ? 2 * (cuuint64_t)stride[d] : d > 1 ? bytes[d - 2] * dims[d - 1] : 2 * dims[0];
+    bytes[d - 1] = shape[d] > 1 ? size * (cuuint64_t)stride[d] : d > 1 ? bytes[d - 2] * dims[d - 1] : size * dims[0];
   if (!encode) return moe__fail(MOE_ERR_LAUNCH, "the NVIDIA driver has no cuTensorMapEncodeTiled");
-  result = encode(out, dtype == MOE_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+  result = encode(out,
+                  dtype == MOE_F32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                  : dtype == MOE_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
                   (cuuint32_t)rank, base, dims, bytes, box, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return MOE_OK;
@@ -56,12 +60,12 @@ static moe_status describe_rows(CUtensorMap *out, const moe_tensor *t, int64_t c
                   (const int64_t[]){ 1, t->stride[0] }, box);
 }
 
-/* [E,N,K] of which one dimension is contiguous. */
-static moe_status describe_stack(CUtensorMap *out, const moe_tensor *t, int n_first)
+/* [E,.,.] of which dimension `fast` is contiguous. */
+static moe_status describe_stack(CUtensorMap *out, const moe_tensor *t, int fast, int box)
 {
-  const int fast = n_first ? 1 : 2, slow = n_first ? 2 : 1;
+  const int slow = 3 - fast;
   return describe(out, t->dtype, first(t), 3, (const int64_t[]){ t->shape[fast], t->shape[slow], t->shape[0] },
-                  (const int64_t[]){ 1, t->stride[slow], t->stride[0] }, n_first ? 64 : SIDE);
+                  (const int64_t[]){ 1, t->stride[slow], t->stride[0] }, box);
 }
 
 /* ---- what can be served ----------------------------------------------------------------------------------------- */
@@ -71,8 +75,9 @@ static moe_status can_run(const struct moe__dev_info *info, int64_t dtype, int64
   if (info->pub.arch != 90)
     return moe__cannot(why, "wants compute capability 9.0, got %d.%d", (int)info->pub.arch / 10,
                        (int)info->pub.arch % 10);
-  if (dtype != MOE_BF16 && dtype != MOE_F16) return moe__cannot(why, "wants bf16 or f16, got %s", moe_dtype_name(dtype));
-  if (E > EXPERTS_MAX) return moe__cannot(why, "wants at most %d experts, got %lld", EXPERTS_MAX, (long long)E);
+  if (dtype != MOE_BF16 && dtype != MOE_F16)
+    return moe__cannot(why, "wants bf16 or f16, got %s", moe_dtype_name(dtype));
+  if (E > MOE__SM90_EXPERTS) return moe__cannot(why, "wants at most %d experts, got %lld", MOE__SM90_EXPERTS, (long long)E);
   return MOE_OK;
 }
 
@@ -82,17 +87,17 @@ static moe_status can_count(const char *name, int64_t n, struct moe__why *why)
   return moe__cannot(why, "wants %s a positive multiple of 8, got %lld", name, (long long)n);
 }
 
-/* Rows of 16-byte units: dimension `fast` contiguous, the other strides multiples of 8, the base of 16 bytes. */
+/* Rows of 16-byte units: dimension `fast` contiguous, the other strides and the base multiples of 16 bytes. */
 static moe_status can_tensor(const char *name, const moe_tensor *t, int fast, struct moe__why *why)
 {
-  const int64_t most = (int64_t)1 << 38;
+  const int64_t unit = 16 / (int64_t)moe_dtype_size(t->dtype), most = (int64_t)1 << 37;
   if (t->stride[fast] != 1)
     return moe__cannot(why, "wants %s contiguous along dimension %d, got stride %lld", name, fast,
                        (long long)t->stride[fast]);
   for (int d = 0; d < t->rank; d++)
-    if (d != fast && t->shape[d] > 1 && (t->stride[d] % 8 || t->stride[d] < 8 || t->stride[d] > most))
-      return moe__cannot(why, "wants strides of %s to be multiples of 8 up to 2^38, got %lld in dimension %d", name,
-                         (long long)t->stride[d], d);
+    if (d != fast && t->shape[d] > 1 && (t->stride[d] % unit || t->stride[d] < unit || t->stride[d] > most))
+      return moe__cannot(why, "wants strides of %s to be multiples of %d up to 2^37, got %lld in dimension %d", name,
+                         (int)unit, (long long)t->stride[d], d);
   if (((uintptr_t)t->handle + t->offset) % 16)
     return moe__cannot(why, "wants %s at a multiple of 16 bytes, got %llu over", name,
                        (unsigned long long)(((uintptr_t)t->handle + t->offset) % 16));
@@ -139,7 +144,7 @@ static moe_status can_rows(const struct moe__dev_info *info, const struct moe__a
   return MOE_OK;
 }
 
-static moe_status run_rows(moe_queue *q, const struct moe__args_ggemm_rows *a)
+static moe_status start_rows(moe_queue *q, const struct moe__args_ggemm_rows *a)
 {
   static const struct moe__kernel name = { "sm90_rows", "rows" };
   const int sn = a->split == MOE__SPLIT_N, sk = a->split == MOE__SPLIT_K, by_n = n_first(a);
@@ -149,13 +154,12 @@ static moe_status run_rows(moe_queue *q, const struct moe__args_ggemm_rows *a)
   const int64_t tiles = (a->R / SIDE + (a->E < a->R ? a->E : a->R)) * column_tiles(a);
   const int64_t fill = q->ctx->info->pub.compute_units;
   struct moe__sm90_rows p;
-  if (a->R == 0) return MOE_OK;
   memset(&p, 0, sizeof p);
   p.N = (int32_t)(sn ? a->N / 2 : a->N);
   p.K = (int32_t)(sk ? a->K / 2 : a->K);
   for (int i = 0; i < 2; i++) {
     MOE__TRY(describe_rows(&p.a[i], &a->a, sk ? i * p.K : 0, a->map.handle ? a->a.shape[0] : a->R, p.K, SIDE));
-    MOE__TRY(describe_stack(&p.b[i], &a->b[a->split ? i : 0], by_n));
+    MOE__TRY(describe_stack(&p.b[i], &a->b[a->split ? i : 0], by_n ? 1 : 2, by_n ? 64 : SIDE));
     MOE__TRY(describe_rows(&p.c[i], &a->c, sn ? i * p.N : 0, a->R, p.N, 64));
     if (a->bias[sn ? i : 0].handle) {
       p.bias[i] = first(&a->bias[sn ? i : 0]);
@@ -175,7 +179,106 @@ static moe_status run_rows(moe_queue *q, const struct moe__args_ggemm_rows *a)
   return moe__cuda_start(q->be, &name, &object, tiles < fill ? tiles : fill, &p);
 }
 
+/* Descriptors are encoded in the device's context. */
+static moe_status run_rows(moe_queue *q, const struct moe__args_ggemm_rows *a)
+{
+  int pushed;
+  moe_status st;
+  if (a->R == 0) return MOE_OK;
+  MOE__TRY(moe__cuda_enter(q->be, &pushed));
+  st = start_rows(q, a);
+  moe__cuda_leave(q->be, pushed);
+  return st;
+}
+
 const struct moe__impl_ggemm_rows moe__cuda_ggemm_rows[] = {
   { "ggemm_rows:sm90", "sm90_rows", MOE__TENSOR, can_rows, run_rows },
+  { 0 },
+};
+
+/* ---- wgrad ------------------------------------------------------------------------------------------------------ */
+
+/* c's contiguous dimension is m: the product is taken transposed, p for q. */
+static int m_fast(const struct moe__args_ggemm_wgrad *a)
+{
+  return a->c[0].stride[2] != 1;
+}
+
+static moe_status can_wgrad(const struct moe__dev_info *info, const struct moe__args_ggemm_wgrad *a,
+                            struct moe__why *why)
+{
+  const int64_t halves = a->split ? 2 : 1, M = a->M / halves;
+  const int fast = m_fast(a) ? 1 : 2;
+  MOE__TRY(can_run(info, a->dtype, a->E, why));
+  if (a->c[0].dtype != MOE_F32 && a->c[0].dtype != a->dtype)
+    return moe__cannot(why, "wants c in f32 or %s, got %s", moe_dtype_name(a->dtype), moe_dtype_name(a->c[0].dtype));
+  MOE__TRY(can_count("M of each half", M, why));
+  MOE__TRY(can_count("N", a->N, why));
+  MOE__TRY(can_tensor("p", &a->p, 1, why));
+  MOE__TRY(can_tensor("q", &a->q, 1, why));
+  MOE__TRY(can_tensor("c[0]", &a->c[0], fast, why));
+  if (a->split) MOE__TRY(can_tensor("c[1]", &a->c[1], fast, why));
+  if (a->E * moe__ceil_div(a->M + SIDE, SIDE) * moe__ceil_div(a->N + SIDE, SIDE) > INT32_MAX)
+    return moe__cannot(why, "wants fewer than 2^31 tiles, got %lld experts of %lld x %lld", (long long)a->E,
+                       (long long)a->M, (long long)a->N);
+  return MOE_OK;
+}
+
+/* Without rows nothing is read, and a descriptor would be refused. */
+static moe_status operand(struct moe__sm90_rows_of *out, const moe_tensor *t, const moe_tensor *map, int64_t div,
+                          int64_t R)
+{
+  const struct moe__divisor d = moe__divide(map->handle ? div : 1);
+  out->x = first(t);
+  out->stride = 2 * t->stride[0];
+  out->div_mul = d.mul;
+  out->div_shift = d.shift;
+  out->columns = (int32_t)t->shape[1];
+  if (map->handle) out->map = (const int32_t *)(void *)first(map);
+  else if (R) return describe_rows(&out->tensor, t, 0, R, t->shape[1], 64);
+  return MOE_OK;
+}
+
+static moe_status start_wgrad(moe_queue *q, const struct moe__args_ggemm_wgrad *a)
+{
+  static const struct moe__kernel name = { "sm90_wgrad", "wgrad" };
+  const int turned = m_fast(a), fast = turned ? 1 : 2, slow = 3 - fast;
+  const struct moe__sm90_kernel *k = &moe__sm90_wgrad_kernels[a->dtype == MOE_F16][a->c[0].dtype == MOE_F32];
+  const struct moe__cuda_object object = { name.program, k->function, k->threads, k->shared };
+  const int64_t size = (int64_t)moe_dtype_size(a->c[0].dtype), fill = q->ctx->info->pub.compute_units;
+  struct moe__sm90_wgrad p;
+  int64_t tiles;
+  memset(&p, 0, sizeof p);
+  MOE__TRY(operand(turned ? &p.q : &p.p, &a->p, &a->pmap, a->pdiv, a->R));
+  MOE__TRY(operand(turned ? &p.p : &p.q, &a->q, &a->qmap, a->qdiv, a->R));
+  for (int i = 0; i < (a->split ? 2 : 1); i++) {
+    MOE__TRY(describe_stack(&p.c[i], &a->c[i], fast, 64));
+    p.y[i] = first(&a->c[i]);
+    p.y_stride[i][0] = size * a->c[i].stride[0];
+    p.y_stride[i][1] = size * a->c[i].stride[slow];
+  }
+  p.offs = (const int32_t *)(void *)first(&a->offs);
+  p.E = (int32_t)a->E;
+  p.M = (int32_t)a->c[0].shape[slow];
+  p.N = (int32_t)a->c[0].shape[fast];
+  p.split = !a->split ? MOE__SM90_WHOLE : turned ? MOE__SM90_BY_N : MOE__SM90_BY_M;
+  p.accumulate = a->accumulate != 0;
+  tiles = a->E * moe__ceil_div(p.M, SIDE) * moe__ceil_div(p.N, 2 * SIDE) * (a->split ? 2 : 1);
+  return moe__cuda_start(q->be, &name, &object, tiles < fill ? tiles : fill, &p);
+}
+
+static moe_status run_wgrad(moe_queue *q, const struct moe__args_ggemm_wgrad *a)
+{
+  int pushed;
+  moe_status st;
+  if (a->R == 0 && a->accumulate) return MOE_OK;
+  MOE__TRY(moe__cuda_enter(q->be, &pushed));
+  st = start_wgrad(q, a);
+  moe__cuda_leave(q->be, pushed);
+  return st;
+}
+
+const struct moe__impl_ggemm_wgrad moe__cuda_ggemm_wgrad[] = {
+  { "ggemm_wgrad:sm90", "sm90_wgrad", MOE__TENSOR, can_wgrad, run_wgrad },
   { 0 },
 };

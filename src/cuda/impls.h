@@ -8,6 +8,7 @@
 
 /* Lists for moe__cuda_ops; each ends with {0}. */
 extern const struct moe__impl_ggemm_rows moe__cuda_ggemm_rows[];
+extern const struct moe__impl_ggemm_wgrad moe__cuda_ggemm_wgrad[];
 extern const struct moe__ops moe__cuda_ops;
 
 /* A kernel of the library's own objects, which the runtime would load at its first launch: too late under graph
@@ -20,7 +21,11 @@ struct moe__cuda_object {
 /* Entry i of all of them; 0 past the last. */
 int moe__cuda_object_at(int i, struct moe__cuda_object *out);
 
-/* Of backend.c.  Launches such a kernel on the queue; `k` names it in the text of faults. */
+/* Of backend.c.  Makes the device's context the thread's current one, for calls of the driver, and takes it off
+   again where enter put it on. */
+moe_status moe__cuda_enter(struct moe__queue_be *q, int *pushed);
+void moe__cuda_leave(struct moe__queue_be *q, int pushed);
+/* Launches such a kernel on the queue; `k` names it in the text of faults. */
 moe_status moe__cuda_start(struct moe__queue_be *q, const struct moe__kernel *k, const struct moe__cuda_object *object,
                            int64_t groups, const void *argument);
 

@@ -52,6 +52,7 @@ int c_begin(struct conform *c, int64_t dtype, const char *format, ...)
   vsnprintf(c->name + n, sizeof c->name - (size_t)n, format, list);
   va_end(list);
   ref_arithmetic(dtype);
+  ref_addition = c->tensor ? 2 : 1;
   uint64_t seed = 0;
   for (const char *p = c->name; *p; p++) seed = seed * 31 + (unsigned char)*p;
   t_memory_init(&c->m, c->ctx, c->q, seed);
@@ -229,7 +230,7 @@ struct test {
   const char *op, *id;
   const void *impl; /* NULL: expected, and not in the device's list */
   void (*cases)(struct conform *);
-  int portable, expected;
+  int portable, tensor, expected;
 };
 struct tests {
   struct test *list;
@@ -249,8 +250,8 @@ static void collect(struct tests *all, const moe_context *ctx)
 #define OP(op, family)                                                                                                 \
   for (int i = 0; moe__impl_##op##_at(ctx, i); i++) {                                                                  \
     const struct moe__impl_##op *impl = moe__impl_##op##_at(ctx, i);                                                   \
-    int portable = (impl->flags & MOE__PORTABLE) != 0;                                                                 \
-    add(all, (struct test){ #op, impl->id, impl, conform_##op, portable, portable });                                  \
+    int portable = (impl->flags & MOE__PORTABLE) != 0, tensor = (impl->flags & MOE__TENSOR) != 0;                      \
+    add(all, (struct test){ #op, impl->id, impl, conform_##op, portable, tensor, portable });                          \
   }
 #include "core/ops.def"
 #undef OP
@@ -272,7 +273,7 @@ static void collect(struct tests *all, const moe_context *ctx)
     if (expected[e].kind != kind || !expected[e].id) continue;
     for (int i = 0; i < all->n; i++)
       if (!strcmp(all->list[i].id, expected[e].id)) found = all->list[i].expected = 1;
-    if (!found) add(all, (struct test){ "", expected[e].id, NULL, NULL, 0, 1 });
+    if (!found) add(all, (struct test){ "", expected[e].id, NULL, NULL, 0, 0, 1 });
   }
 }
 
@@ -284,6 +285,7 @@ static int run_test(struct conform *c, const struct test *t)
   c->impl = t->impl;
   c->cases = c->failures = 0;
   c->broken = 0;
+  c->tensor = t->tensor;
   c->share = 0;
   snprintf(c->worst, sizeof c->worst, "all exact");
   if (t->cases) t->cases(c);

@@ -30,6 +30,7 @@ struct conform {
   struct t_memory m; /* of the present case */
   char name[160];    /* of the present case */
   int64_t cases, failures;
+  int tensor;   /* it uses matrix units */
   int broken;   /* its program cannot be built: no more cases */
   double share; /* worst error as a share of its bound */
   char worst[256];

@@ -60,6 +60,16 @@ void conform_gemm(struct conform *c)
       if (c->effort == SMALL) h.M = 20, h.N = 18, h.K = 34;
       one(c, dtype, h);
     }
+    /* Sizes, strides and beginnings that kernels with wide accesses take. */
+    static const int64_t aligned[][3] = { { 128, 128, 64 }, { 129, 8, 8 },     { 1, 136, 128 },
+                                          { 127, 256, 72 }, { 300, 120, 264 }, { 64, 264, 16 } };
+    for (int i = 0; i < (c->effort == SMALL ? 2 : 6); i++) {
+      const int64_t *s = aligned[i];
+      struct how h = { s[0],       s[1], s[2], i % 2 ? T_PAD8 : 0, i % 3 ? 0 : T_SWAP, 0, i % 2 ? MOE_F32 : dtype, 0,
+                       i % 4 == 3, 0,    1 };
+      if (dtype == MOE_F64) h.c_type = dtype;
+      one(c, dtype, h);
+    }
     if (c->effort != SMALL) one(c, dtype, (struct how){ 263, 137, 150, 0, 0, 0, dtype, 1, 0, 0, 1 });
     for (int i = 0; i < 4 && c->effort == LONG; i++) {
       struct how h = { 389, 261, 517, i & 1 ? T_SWAP : 0, i & 2 ? T_SWAP : 0, T_PAD, dtype, 0, 0, 0, 1 };

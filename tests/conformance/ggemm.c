@@ -37,7 +37,7 @@ static void pair_of(struct conform *c, moe_tensor out[2], int64_t dtype, int lay
   half[dim] /= 2;
   if (pair == SEPARATE) {
     out[0] = t_tensor(&c->m, dtype, layout, 3, half);
-    out[1] = t_tensor(&c->m, dtype, layout ^ T_PAD, 3, half);
+    out[1] = t_tensor(&c->m, dtype, layout & T_PAD8 ? layout : layout ^ T_PAD, 3, half);
     return;
   }
   moe_tensor all = t_tensor(&c->m, dtype, layout, 3, shape);
@@ -144,6 +144,24 @@ void conform_ggemm_rows(struct conform *c)
       h.whole = (int)(i + d) % 5 == 0;
       rows_case(c, dtype, h);
     }
+    /* Sizes, strides and beginnings that kernels with wide accesses take. */
+    for (int64_t i = 0; i < (c->effort == SMALL ? 3 : 10); i++) {
+      static const int64_t aligned[][4] = { { 130, 256, 64, 4 },  { 1, 16, 8, 1 },      { 300, 128, 136, 8 },
+                                            { 257, 272, 128, 3 }, { 128, 64, 256, 33 }, { 0, 128, 64, 2 },
+                                            { 255, 520, 72, 5 },  { 129, 144, 16, 2 },  { 384, 256, 128, 1 },
+                                            { 64, 16, 320, 65 } };
+      struct rows_how h = {
+        .E = aligned[i][3], .rows = aligned[i][0], .past = i % 3 * 40, .N = aligned[i][1], .K = aligned[i][2]
+      };
+      h.split = (enum split)(i % 4);
+      h.div = i % 2 ? 1 + i % 8 : 0;
+      h.parts = (int)(i % 3);
+      h.pair = h.parts ? i % 4 < 2 ? HALVES : SEPARATE : WHOLE;
+      h.a = i % 3 ? 0 : T_PAD8, h.b = i % 4 < 2 ? 0 : T_SWAP, h.c = i % 4 ? 0 : T_PAD8;
+      if (h.pair == SEPARATE) h.b |= T_PAD8;
+      h.whole = i == 4;
+      rows_case(c, dtype, h);
+    }
     if (c->effort == SMALL) continue;
     /* As the library calls it: halves of [E,2F,D] forward with a map, transposed views backward; many experts. */
     struct rows_how up = { 8, 200, 0, 96, 64, RANDOM, 2, MOE__SPLIT_N, HALVES, 0, 0, 0, 0, 0 };
@@ -232,6 +250,23 @@ void conform_ggemm_wgrad(struct conform *c)
       h.accumulate = (int)(i / 2) % 2;
       h.whole = (int)(i + d) % 5 == 0;
       wgrad_case(c, dtype, i % 3 ? c_real(dtype) : c_float(dtype, i), h);
+    }
+    /* Sizes, strides and beginnings that kernels with wide accesses take. */
+    for (int64_t i = 0; i < (c->effort == SMALL ? 3 : 10); i++) {
+      static const int64_t aligned[][4] = { { 130, 128, 64, 4 }, { 1, 16, 8, 1 },     { 300, 136, 128, 8 },
+                                            { 257, 64, 264, 3 }, { 128, 32, 72, 33 }, { 0, 128, 64, 2 },
+                                            { 255, 272, 56, 5 }, { 129, 16, 144, 2 }, { 513, 128, 128, 1 },
+                                            { 64, 8, 32, 65 } };
+      struct wgrad_how h = {
+        .E = aligned[i][3], .rows = aligned[i][0], .past = i % 3 * 40, .M = aligned[i][1], .N = aligned[i][2]
+      };
+      h.split = (enum split)(i % 4);
+      h.pdiv = i % 2 ? 1 + i % 8 : 0, h.qdiv = i % 3 == 1 ? 1 + i % 3 : 0;
+      h.pair = i % 3 == 0 ? WHOLE : i % 3 == 1 ? HALVES : SEPARATE;
+      h.p = i % 3 ? 0 : T_PAD8, h.q = i % 4 ? 0 : T_PAD8, h.c = h.pair == SEPARATE ? T_PAD8 : 0;
+      h.accumulate = (int)(i / 2) % 2;
+      h.whole = i == 4;
+      wgrad_case(c, dtype, i % 4 == 2 ? dtype : c_real(dtype), h);
     }
     if (c->effort == SMALL) continue;
     struct wgrad_how up = { 8, 300, 0, 96, 40, RANDOM, 0, 2, HALVES, 0, 0, 0, 1, 0 };

@@ -70,7 +70,7 @@ static void allocate(struct t_memory *m, struct t_block *b, moe_tensor *t, uint6
 moe_tensor t_tensor(struct t_memory *m, int64_t dtype, int layout, int rank, const int64_t *shape)
 {
   moe_tensor t = { .dtype = (int32_t)dtype, .rank = rank, .offset = m->guard };
-  int64_t size = (int64_t)moe_dtype_size(dtype), stride = layout & T_STEP ? 2 : 1, count = 1;
+  int64_t size = (int64_t)moe_dtype_size(dtype), stride = layout & T_STEP ? 2 : 1;
   for (int i = 0; i < rank; i++) {
     /* The i-th dimension from the innermost outwards. */
     int d = rank - 1 - i;
@@ -78,17 +78,16 @@ moe_tensor t_tensor(struct t_memory *m, int64_t dtype, int layout, int rank, con
     t.shape[d] = shape[d];
     t.stride[d] = layout & T_SCALAR ? 0 : stride;
     stride = stride * shape[d] + (layout & T_PAD ? 3 : 0) + (layout & T_PAD8 ? 8 : 0);
-    count *= shape[d];
   }
   if (layout & T_ODD) t.offset += (uint64_t)size;
 
   struct t_block *b = must(calloc(1, sizeof *b));
   uint64_t bytes = t.offset + moe_tensor_extent(&t) + m->guard;
   b->dtype = dtype;
-  b->sent = must(malloc(bytes));
-  b->got = must(malloc(bytes));
-  b->before = must(malloc(bytes));
-  b->own = must(calloc(1, bytes));
+  b->sent = must(malloc(bytes + 1));
+  b->got = must(malloc(bytes + 1));
+  b->before = must(malloc(bytes + 1));
+  b->own = must(calloc(1, bytes + 1));
   for (uint64_t i = 0; i < bytes; i++) b->sent[i] = pattern(i);
   allocate(m, b, &t, bytes);
   b->bytes = b->span.bytes;

@@ -27,12 +27,12 @@ void t_memory_free(struct t_memory *m);
 /* How a tensor lies in its block; bits. */
 enum t_layout {
   T_PACKED = 0,
-  T_PAD = 1,    /* three elements more between the rows of each dimension */
-  T_SWAP = 2,   /* the last two dimensions exchanged: a transposed view */
-  T_STEP = 4,   /* every second element */
-  T_PAD8 = 32, /* eight elements more: strides that aligned kernels take */
-  T_ODD = 8,    /* begins one element past the aligned place */
-  T_SCALAR = 16 /* all strides 0: one element, broadcast */
+  T_PAD = 1,     /* three elements more between the rows of each dimension */
+  T_SWAP = 2,    /* the last two dimensions exchanged: a transposed view */
+  T_STEP = 4,    /* every second element */
+  T_ODD = 8,     /* begins one element past the aligned place */
+  T_SCALAR = 16, /* all strides 0: one element, broadcast */
+  T_PAD8 = 32    /* eight elements more between rows: strides that aligned kernels take */
 };
 #define SHAPE(...)                                                                                                     \
   (int)(sizeof((const int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)), (const int64_t[])                                 \

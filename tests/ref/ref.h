@@ -24,6 +24,8 @@ typedef struct num {
 /* Unit roundoff of the arithmetic (2^-53, 2^-24, or 0: exact) and its smallest normal number: results below it
    may be flushed to zero.  One per thread of tests, set by ref_arithmetic. */
 extern _Thread_local double ref_u, ref_tiny;
+/* Roundings that one addition of a sum may count as: 1, or 2 on matrix units, which cut instead of rounding. */
+extern _Thread_local double ref_addition;
 /* dtype: F64 or anything else (float arithmetic); MOE_NONE: exact, for small integers. */
 void ref_arithmetic(int64_t dtype);
 
