@@ -5,6 +5,8 @@
 #include <cuda.h>
 #include <stdint.h>
 
+enum { MOE__SM90_EXPERTS = 1024 }; /* at most */
+
 /* Arguments of rows_sm90.cu.  Every count is of one half where split. */
 struct moe__sm90_rows {
   CUtensorMap a[2], b[2], c[2]; /* a by half of K, b by half of either, c by half of N */
@@ -19,6 +21,25 @@ struct moe__sm90_rows {
   int32_t div_shift, E, N, K, split;
 };
 
+/* Arguments of wgrad_sm90.cu.  M and N are of one half where split. */
+enum moe__sm90_halves { MOE__SM90_WHOLE, MOE__SM90_BY_M, MOE__SM90_BY_N };
+struct moe__sm90_rows_of {
+  CUtensorMap tensor; /* where there is no map */
+  const unsigned char *x;
+  int64_t stride; /* bytes */
+  const int32_t *map;
+  int64_t div_mul;
+  int32_t div_shift, columns; /* columns: of both halves */
+};
+struct moe__sm90_wgrad {
+  CUtensorMap c[2];
+  struct moe__sm90_rows_of p, q;
+  const int32_t *offs;
+  const unsigned char *y[2]; /* c */
+  int64_t y_stride[2][2];    /* bytes from an expert, from an m to the next */
+  int32_t E, M, N, split, accumulate;
+};
+
 /* A kernel, and the shared memory that its launches name. */
 struct moe__sm90_kernel {
   const void *function;
@@ -29,6 +50,8 @@ extern "C" {
 #endif
 /* [f16][gathered][B by N]. */
 extern const struct moe__sm90_kernel moe__sm90_rows_kernels[2][2][2];
+/* [f16][c in FP32]. */
+extern const struct moe__sm90_kernel moe__sm90_wgrad_kernels[2][2];
 #ifdef __cplusplus
 }
 #endif

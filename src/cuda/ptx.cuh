@@ -88,6 +88,19 @@ PTX void tma_store_2d(const CUtensorMap *map, uint32_t from, int x, int y)
                "r"(x), "r"(y)
                : "memory");
 }
+PTX void tma_store_3d(const CUtensorMap *map, uint32_t from, int x, int y, int z)
+{
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from),
+               "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+/* The tensor's elements become theirs plus the box's. */
+PTX void tma_add_3d(const CUtensorMap *map, uint32_t from, int x, int y, int z)
+{
+  asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+               "r"(from), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
 PTX void tma_store_commit()
 {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -208,6 +221,10 @@ PTX uint4 load_shared_16(uint32_t at)
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
   return v;
+}
+PTX void store_shared_8(uint32_t at, float x, float y)
+{
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory");
 }
 PTX void store_shared_16(uint32_t at, uint4 v)
 {
