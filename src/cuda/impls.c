@@ -7,6 +7,7 @@
 const struct moe__ops moe__cuda_ops = {
 #if MOE_HAVE_SM90
   .ggemm_rows = moe__cuda_ggemm_rows,
+  .ggemm_wgrad = moe__cuda_ggemm_wgrad,
 #else
   0
 #endif
@@ -15,12 +16,20 @@ const struct moe__ops moe__cuda_ops = {
 int moe__cuda_object_at(int i, struct moe__cuda_object *out)
 {
 #if MOE_HAVE_SM90
-  enum { ROWS = sizeof moe__sm90_rows_kernels / sizeof(struct moe__sm90_kernel) };
-  const struct moe__sm90_kernel *k = &moe__sm90_rows_kernels[0][0][0] + i;
-  if (i < ROWS) {
-    *out = (struct moe__cuda_object){ "sm90_rows", k->function, k->threads, k->shared };
-    return 1;
-  }
+  static const struct {
+    const char *program;
+    const struct moe__sm90_kernel *kernels;
+    int n;
+  } sets[] = {
+    { "sm90_rows", &moe__sm90_rows_kernels[0][0][0], sizeof moe__sm90_rows_kernels / sizeof(struct moe__sm90_kernel) },
+    { "sm90_wgrad", &moe__sm90_wgrad_kernels[0][0], sizeof moe__sm90_wgrad_kernels / sizeof(struct moe__sm90_kernel) },
+  };
+  for (size_t set = 0; set < sizeof sets / sizeof *sets; i -= sets[set++].n)
+    if (i < sets[set].n) {
+      const struct moe__sm90_kernel *k = sets[set].kernels + i;
+      *out = (struct moe__cuda_object){ sets[set].program, k->function, k->threads, k->shared };
+      return 1;
+    }
 #endif
   (void)i;
   (void)out;

@@ -4,6 +4,8 @@
 
 #include "core/backend.h"
 
+#include "config.h"
+
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -256,21 +258,20 @@ static void collect(struct tests *all, const moe_context *ctx)
 #include "core/ops.def"
 #undef OP
 
-  enum kind { CUDA, OPENCL_GPU, OPENCL_CPU } kind = OPENCL_GPU;
-  if (!strcmp(ctx->be->name, "cuda")) kind = CUDA;
-  else if (ctx->info->pub.kind == MOE_DEVICE_CPU) kind = OPENCL_CPU;
+  enum { CUDA = 1, CUDA_SM90 = 2, OPENCL_GPU = 4, OPENCL_CPU = 8 };
+  int kind = ctx->info->pub.kind == MOE_DEVICE_CPU ? OPENCL_CPU : OPENCL_GPU;
+  if (!strcmp(ctx->be->name, "cuda")) kind = MOE_HAVE_SM90 && ctx->info->pub.arch == 90 ? CUDA | CUDA_SM90 : CUDA;
   static const struct {
-    enum kind kind;
+    int kind;
     const char *id;
   } expected[] = {
 #define EXPECT(on, name) { on, name },
 #include "expect.def"
 #undef EXPECT
-    { CUDA, NULL }
   };
   for (size_t e = 0; e < sizeof expected / sizeof *expected; e++) {
     int found = 0;
-    if (expected[e].kind != kind || !expected[e].id) continue;
+    if (!(expected[e].kind & kind)) continue;
     for (int i = 0; i < all->n; i++)
       if (!strcmp(all->list[i].id, expected[e].id)) found = all->list[i].expected = 1;
     if (!found) add(all, (struct test){ "", expected[e].id, NULL, NULL, 0, 0, 1 });

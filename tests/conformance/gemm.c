@@ -70,6 +70,9 @@ void conform_gemm(struct conform *c)
       if (dtype == MOE_F64) h.c_type = dtype;
       one(c, dtype, h);
     }
+    /* Enough large tiles to fill a large GPU, where kernels with large tiles are chosen. */
+    if (c->effort != SMALL && dtype != MOE_F64)
+      one(c, dtype, (struct how){ 1473, 1441, 24 + d, d ? T_SWAP : T_ODD, d % 2 ? T_PAD : 0, 0, dtype, 1, 0, 0, 1 });
     if (c->effort != SMALL) one(c, dtype, (struct how){ 263, 137, 150, 0, 0, 0, dtype, 1, 0, 0, 1 });
     for (int i = 0; i < 4 && c->effort == LONG; i++) {
       struct how h = { 389, 261, 517, i & 1 ? T_SWAP : 0, i & 2 ? T_SWAP : 0, T_PAD, dtype, 0, 0, 0, 1 };

@@ -146,7 +146,7 @@ void conform_ggemm_rows(struct conform *c)
     }
     /* Sizes, strides and beginnings that kernels with wide accesses take. */
     for (int64_t i = 0; i < (c->effort == SMALL ? 3 : 10); i++) {
-      static const int64_t aligned[][4] = { { 130, 256, 64, 4 },  { 1, 16, 8, 1 },      { 300, 128, 136, 8 },
+      static const int64_t aligned[][4] = { { 130, 256, 64, 4 },  { 1, 16, 8, 1 },      { 300, 128, 144, 8 },
                                             { 257, 272, 128, 3 }, { 128, 64, 256, 33 }, { 0, 128, 64, 2 },
                                             { 255, 520, 72, 5 },  { 129, 144, 16, 2 },  { 384, 256, 128, 1 },
                                             { 64, 16, 320, 65 } };
@@ -172,7 +172,11 @@ void conform_ggemm_rows(struct conform *c)
     rows_case(c, dtype, dx);
     rows_case(c, dtype, many);
     rows_case(c, dtype, tall);
+    /* Enough large tiles to fill a large GPU, where kernels with large tiles are chosen. */
+    struct rows_how tiles = { 33, 2311, 9, 262, 24 + d, RANDOM, d ? 2 : 0, MOE__SPLIT_N, INTERLEAVED, 0, 0, 0, 1, 0 };
+    if (dtype != MOE_F64) rows_case(c, dtype, tiles);
     if (c->effort != LONG) continue;
+    rows_case(c, dtype, (struct rows_how){ 8, 2048, 0, 512, 256, RANDOM, 2, MOE__SPLIT_N, HALVES, 0, 0, 0, 0, 0 });
     up.rows = 2050, up.N = 514, up.K = 257;
     many.E = 512, many.rows = 4099, many.N = 130;
     rows_case(c, dtype, up);
@@ -253,7 +257,7 @@ void conform_ggemm_wgrad(struct conform *c)
     }
     /* Sizes, strides and beginnings that kernels with wide accesses take. */
     for (int64_t i = 0; i < (c->effort == SMALL ? 3 : 10); i++) {
-      static const int64_t aligned[][4] = { { 130, 128, 64, 4 }, { 1, 16, 8, 1 },     { 300, 136, 128, 8 },
+      static const int64_t aligned[][4] = { { 130, 128, 64, 4 }, { 1, 16, 8, 1 },     { 300, 144, 128, 8 },
                                             { 257, 64, 264, 3 }, { 128, 32, 72, 33 }, { 0, 128, 64, 2 },
                                             { 255, 272, 56, 5 }, { 129, 16, 144, 2 }, { 513, 128, 128, 1 },
                                             { 64, 8, 32, 65 } };
@@ -263,7 +267,8 @@ void conform_ggemm_wgrad(struct conform *c)
       h.split = (enum split)(i % 4);
       h.pdiv = i % 2 ? 1 + i % 8 : 0, h.qdiv = i % 3 == 1 ? 1 + i % 3 : 0;
       h.pair = i % 3 == 0 ? WHOLE : i % 3 == 1 ? HALVES : SEPARATE;
-      h.p = i % 3 ? 0 : T_PAD8, h.q = i % 4 ? 0 : T_PAD8, h.c = h.pair == SEPARATE ? T_PAD8 : 0;
+      h.p = i % 3 ? 0 : T_PAD8, h.q = i % 4 ? 0 : T_PAD8,
+      h.c = (h.pair == SEPARATE ? T_PAD8 : 0) | (i % 4 == 3 ? T_SWAP : 0);
       h.accumulate = (int)(i / 2) % 2;
       h.whole = i == 4;
       wgrad_case(c, dtype, i % 4 == 2 ? dtype : c_real(dtype), h);
@@ -275,7 +280,11 @@ void conform_ggemm_wgrad(struct conform *c)
     wgrad_case(c, dtype, c_real(dtype), up);
     wgrad_case(c, dtype, c_real(dtype), down);
     wgrad_case(c, dtype, c_real(dtype), tall);
+    struct wgrad_how tiles = { 33, 331, 9, 262, 131, RANDOM, d ? 2 : 0, 0, HALVES, 0, 0, T_PAD, 0, 0 };
+    if (dtype != MOE_F64) wgrad_case(c, dtype, c_real(dtype), tiles);
     if (c->effort != LONG) continue;
+    wgrad_case(c, dtype, c_real(dtype),
+               (struct wgrad_how){ 8, 2048, 0, 512, 256, RANDOM, 0, 2, HALVES, 0, 0, 0, 1, 0 });
     up.rows = 3000, up.M = 258, up.N = 130;
     down.E = 257;
     wgrad_case(c, dtype, c_real(dtype), up);
