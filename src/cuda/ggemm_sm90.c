@@ -77,7 +77,8 @@ static moe_status can_run(const struct moe__dev_info *info, int64_t dtype, int64
                        (int)info->pub.arch % 10);
   if (dtype != MOE_BF16 && dtype != MOE_F16)
     return moe__cannot(why, "wants bf16 or f16, got %s", moe_dtype_name(dtype));
-  if (E > MOE__SM90_EXPERTS) return moe__cannot(why, "wants at most %d experts, got %lld", MOE__SM90_EXPERTS, (long long)E);
+  if (E > MOE__SM90_EXPERTS)
+    return moe__cannot(why, "wants at most %d experts, got %lld", MOE__SM90_EXPERTS, (long long)E);
   return MOE_OK;
 }
 

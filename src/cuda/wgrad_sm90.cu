@@ -86,7 +86,8 @@ PTX void sort_experts(const moe__sm90_wgrad &p, unsigned char *shared)
   fence_async(); /* TMA writes here next */
 }
 
-/* An operand as warps 0-3 see it: the columns of a tile and, in lane i of warp w, row 16*w + i % 16 of the next stage. */
+/* An operand as warps 0-3 see it: the columns of a tile and, in lane i of warp w, row 16*w + i % 16 of the next
+   stage. */
 template <int columns> /* 128 or 256 */
 struct operand {
   const moe__sm90_rows_of &of;
@@ -94,7 +95,9 @@ struct operand {
   int number;                /* of the row, as map has it */
   bool inside;               /* of the operand's columns */
 
-  __device__ __forceinline__ operand(const moe__sm90_rows_of &of_) : of(of_) {}
+  __device__ __forceinline__ operand(const moe__sm90_rows_of &of_) : of(of_)
+  {
+  }
   __device__ __forceinline__ void begin(int column, int total, int lane)
   {
     const int c = column + lane % (columns / 8) * 8;
@@ -126,7 +129,8 @@ PTX void copy_operands(const moe__sm90_wgrad &p, unsigned char *shared)
   const uint32_t base = shared_address(shared);
   const uint16_t *order = (const uint16_t *)(shared + ORDER_AT);
   const int m_half = tiles_of(p.M, TILE_M), n_half = tiles_of(p.N, TILE_N);
-  const int m_tiles = m_half * (p.split == MOE__SM90_BY_M ? 2 : 1), n_tiles = n_half * (p.split == MOE__SM90_BY_N ? 2 : 1);
+  const int m_tiles = m_half * (p.split == MOE__SM90_BY_M ? 2 : 1),
+            n_tiles = n_half * (p.split == MOE__SM90_BY_N ? 2 : 1);
   operand<TILE_M> a(p.p);
   operand<TILE_N> b(p.q);
   ring r = { 0, 1 };
@@ -135,7 +139,8 @@ PTX void copy_operands(const moe__sm90_wgrad &p, unsigned char *shared)
     place t = { -1, 0, 0, 0 };
     int first = 0, m = 0, n = 0;
     if (tile < p.E * m_tiles * n_tiles) {
-      const int within = tile % (m_tiles * n_tiles), group = within / (GROUP * n_tiles), rest = within % (GROUP * n_tiles);
+      const int within = tile % (m_tiles * n_tiles), group = within / (GROUP * n_tiles),
+                rest = within % (GROUP * n_tiles);
       const int size = min(GROUP, m_tiles - group * GROUP);
       t.e = order[tile / (m_tiles * n_tiles)];
       first = __ldg(p.offs + t.e);
@@ -180,9 +185,8 @@ PTX void copy_operands(const moe__sm90_wgrad &p, unsigned char *shared)
   }
 }
 
-/* Where c of this thread's rows lies; 16-bit results only. */
-template <bool half>
-PTX float2 old_pair(const moe__sm90_wgrad &p, int part, int e, int m, int n)
+/* c[part][e,m,n..n+1] before this product, in 16 bits; zeros outside. */
+template <bool half> PTX float2 old_pair(const moe__sm90_wgrad &p, int part, int e, int m, int n)
 {
   if (m >= p.M || n >= p.N) return make_float2(0, 0);
   return unpack<half>(*(const uint32_t *)(p.y[part] + e * p.y_stride[part][0] + m * p.y_stride[part][1] + n * 2));
@@ -211,7 +215,8 @@ PTX void store_tile(const moe__sm90_wgrad &p, float (&d)[128], const place &t, u
 #pragma unroll
       for (int j = 0; j < 4; j++) { /* odd rows in another order: no two of a half warp in the same banks */
         const float *v = d + 16 * pass + 4 * j, *w = d + 16 * pass + 4 * (j ^ 2);
-        const uint32_t to = block + at * 128 + (((2 * (odd ? j ^ 2 : j) + lane % 4 / 2) ^ (at & 7)) << 4) + lane % 2 * 8;
+        const uint32_t to =
+            block + at * 128 + (((2 * (odd ? j ^ 2 : j) + lane % 4 / 2) ^ (at & 7)) << 4) + lane % 2 * 8;
         store_shared_8(to, odd ? w[0] : v[0], odd ? w[1] : v[1]);
         store_shared_8(to + 8 * 128, odd ? w[2] : v[2], odd ? w[3] : v[3]);
       }
@@ -243,8 +248,7 @@ PTX void store_tile(const moe__sm90_wgrad &p, float (&d)[128], const place &t, u
 }
 
 /* A warpgroup: m 64*group.. of each tile. */
-template <bool half, bool wide>
-PTX void multiply(const moe__sm90_wgrad &p, unsigned char *shared, int group)
+template <bool half, bool wide> PTX void multiply(const moe__sm90_wgrad &p, unsigned char *shared, int group)
 {
   const uint32_t base = shared_address(shared), blocks = base + C_AT + 2 * group * BLOCK_BYTES;
   const int lane = threadIdx.x % 32, m_half = tiles_of(p.M, TILE_M);
@@ -324,6 +328,10 @@ __global__ void __launch_bounds__(THREADS, 1) wgrad(const __grid_constant__ moe_
 
 } // namespace
 
-#define KERNEL(half, wide) { (const void *)wgrad<half, wide>, THREADS, SHARED }
-extern "C" const struct moe__sm90_kernel moe__sm90_wgrad_kernels[2][2] = { { KERNEL(false, false), KERNEL(false, true) },
-                                                                           { KERNEL(true, false), KERNEL(true, true) } };
+#define KERNEL(half, wide)                                                                                             \
+  {                                                                                                                    \
+    (const void *)wgrad<half, wide>, THREADS, SHARED                                                                   \
+  }
+extern "C" const struct moe__sm90_kernel moe__sm90_wgrad_kernels[2][2] = {
+  { KERNEL(false, false), KERNEL(false, true) }, { KERNEL(true, false), KERNEL(true, true) }
+};

@@ -9,8 +9,8 @@
      if (c_run_gemm(c, &args)) c_check(c, "c", &args.c, want);
      c_end(c);
 
-   c_run checks the arguments as the library does, asks can(), runs twice from the same memory, and wants the
-   same bits and untouched guard bands both times.  Refused by can(): no case, and 0. */
+   c_run checks the arguments as the library does, asks can(), runs twice (or `runs` times) from the same
+   memory, and wants the same bits and untouched guard bands each time.  Refused by can(): no case, and 0. */
 #ifndef MOE_CONFORM_H
 #define MOE_CONFORM_H
 
@@ -25,6 +25,7 @@ struct conform {
   moe_context *ctx;
   moe_queue *q;
   enum effort effort;
+  int runs;          /* of each case, from the same memory and with equal results */
   const char *id;    /* the implementation under test */
   const void *impl;  /* struct moe__impl_<op> */
   struct t_memory m; /* of the present case */

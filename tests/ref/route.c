@@ -90,7 +90,7 @@ struct work {
 };
 static struct work work_for(int64_t E, int64_t K)
 {
-  num *all = malloc((size_t)(4 * K + E) * sizeof *all + 1);
+  num *all = malloc((size_t)(4 * K + E) * sizeof *all);
   if (!all) abort();
   return (struct work){ all, all + K, all + 2 * K, all + 4 * K, all + 3 * K };
 }
@@ -312,8 +312,9 @@ void ref_balance_bwd(num *dlogits, const num *logits, const int32_t *counts, con
                      double balance_coef, double z_coef)
 {
   int64_t N = T / S, present = 0, all = 0;
-  num *p = malloc((size_t)(3 * E) * sizeof *p), *slope = p + E, *soft = p + 2 * E;
+  num *p = malloc((size_t)(3 * E) * sizeof *p);
   if (!p) abort();
+  num *slope = p + E, *soft = p + 2 * E;
   for (int64_t s = 0; s < S; s++) {
     present += tokens[s] > 0;
     all += tokens[s];
