@@ -264,6 +264,30 @@ static void inference_is_forward_bit_for_bit(void **state)
   }
 }
 
+/* Sizes that the tuned kernels take too; batches on both sides of their tiles. */
+static void a_token_does_not_see_its_batch(void **state)
+{
+  static const int64_t batches[] = { 1, 3, 64, 129 };
+  (void)state;
+  for (int i = 0; i < n_dtypes(); i++) {
+    struct layer l = whole(dtypes[i], 150, 64, 48, 8, 2);
+    double *y;
+    layer_make(&l, ctx, queue, 0);
+    layer_forward(&l);
+    fetch(&l.m);
+    y = values_of(&l.m, &l.io.y);
+    l.io.saved = (moe_span){ 0 };
+    for (size_t b = 0; b < sizeof batches / sizeof *batches; b++) {
+      layer_send(&l);
+      l.io.x.shape[0] = l.io.y.shape[0] = batches[b];
+      OK(moe_layer_inference(l.layer, queue, &l.io));
+      fetch(&l.m);
+      assert_same(values_of(&l.m, &l.io.y), y, batches[b] * l.o.D);
+    }
+    layer_free(&l);
+  }
+}
+
 static void backward_repeats_and_accumulates_exactly(void **state)
 {
   (void)state;
@@ -657,6 +681,7 @@ int main(void)
     cmocka_unit_test(correction_bias_moves_by_integer_counts),
     cmocka_unit_test(correction_bias_moves_by_a_states_counts),
     cmocka_unit_test(inference_is_forward_bit_for_bit),
+    cmocka_unit_test(a_token_does_not_see_its_batch),
     cmocka_unit_test(backward_repeats_and_accumulates_exactly),
     cmocka_unit_test(micro_batches_may_be_in_flight),
     cmocka_unit_test(ids_replay),
