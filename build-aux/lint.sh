@@ -1,5 +1,6 @@
 #!/bin/sh
-# lint.sh FILE... : the checks of make lint: format of the C files and kernels, cppcheck, exports, headers.
+# lint.sh FILE... : the checks of make lint: format, cppcheck, exports, headers. (Kernels in .cl are not among the
+# files: clang-format takes the macros that make them both OpenCL C and CUDA for declarations.)
 # Runs in the build folder with srcdir set. Ends with the line of counts.
 passed=0 failed=0 skipped=0
 count() {

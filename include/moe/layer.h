@@ -66,7 +66,7 @@ MOE_INIT(moe_layer_param_info)
    Either may be NULL, with its span ignored. */
 MOE_API MOE_CHECKED moe_status moe_layer_param(moe_tensor *param, moe_tensor *grad, moe_layer_param_info *info,
                                                const moe_layer *layer, moe_span params, moe_span grads, int64_t index);
-/* All parameters that train, and those that one token uses. */
+/* All parameters (frozen ones too, correction_bias not), and those that one token uses. */
 MOE_API MOE_CHECKED moe_status moe_layer_parameter_counts(int64_t *all, int64_t *active, const moe_layer *layer);
 /* Matrices: normal, standard deviation stddev; biases and correction_bias 0.  The same seed gives the same
    bits on every device of every backend. */

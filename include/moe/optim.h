@@ -30,7 +30,7 @@ MOE_INIT(moe_adamw_desc)
 
 MOE_API MOE_CHECKED moe_status moe_adamw_create(moe_adamw **out, moe_context *ctx, const moe_adamw_desc *desc);
 MOE_API void moe_adamw_free(moe_adamw *opt);
-/* One parameter (packed, any float) and its gradient (packed, same shape, any float).  decay: its weight
+/* One parameter (packed, any float) and its gradient (packed, as many elements, any float).  decay: its weight
    decay; rate_scale multiplies the rate (a parameter group is a pair of these).  Before moe_adamw_bind.
    BF16 and F16 parameters get FP32 master weights inside the state. */
 MOE_API MOE_CHECKED moe_status moe_adamw_add(moe_adamw *opt, const moe_tensor *param, const moe_tensor *grad,

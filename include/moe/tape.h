@@ -38,9 +38,9 @@ MOE_API void moe_tape_memory(const moe_tape *tape, uint64_t *held, uint64_t *use
 /* ---- values ------------------------------------------------------------------------------------------------ */
 /* The caller's packed tensor, which must stay unchanged until backward is done (in queue order).
    needs_grad 0: a constant. */
-MOE_API moe_value moe_tape_leaf(moe_tape *tape, const moe_tensor *t, int64_t needs_grad);
+MOE_API moe_value moe_tape_leaf(moe_tape *tape, const moe_tensor *tensor, int64_t needs_grad);
 /* A parameter: backward writes its gradient to `grad` (packed, same shape, any float). */
-MOE_API moe_value moe_tape_param(moe_tape *tape, const moe_tensor *t, const moe_tensor *grad);
+MOE_API moe_value moe_tape_param(moe_tape *tape, const moe_tensor *tensor, const moe_tensor *grad);
 /* The tensor behind a value; valid until the next reset. */
 MOE_API MOE_CHECKED moe_status moe_tape_tensor(moe_tensor *out, const moe_tape *tape, moe_value v);
 /* Blocks; reads up to n elements, converted to double. */

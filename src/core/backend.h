@@ -54,7 +54,7 @@ struct moe__karg moe__arg_real(double v);
 #define R_(v) moe__arg_real(v)
 
 /* ---- the device half ------------------------------------------------------------------------------- */
-struct moe__dev;      /* a backend's own; first member: struct moe__dev_base */
+struct moe__dev;      /* a backend's own */
 struct moe__queue_be; /* a backend's own queue */
 
 struct moe__dev_info {

@@ -232,7 +232,7 @@ int64_t moe__experts_all(const moe_experts *e)
   return all;
 }
 
-/* A declared layout, packed where rank is 0; strides must not let two elements share a place. */
+/* A declared layout, packed where rank is 0. */
 static moe_status read_layout(moe_tensor *out, const moe_tensor *given, const moe_experts *e, int64_t rows,
                               int64_t cols, const char *name, const char *fn)
 {
@@ -440,7 +440,7 @@ moe_status moe__experts_forward(moe_experts *e, moe_queue *q, const moe_experts_
                      (unsigned long long)e->wanted);
   MOE__TRY(WANT(fn, io.x, e->dtype, T, e->D));
   MOE__TRY(WANT(fn, io.logits, e->logits_dtype, T, e->E));
-  MOE__TRY(WANT(fn, io.y, e->dtype, T, e->D));
+  MOE__TRY(WANT_OUT(fn, io.y, e->dtype, T, e->D));
   MOE__TRY(moe__check_bias(&io.correction_bias, &e->select, e->softmax_bias, e->E, e->real, fn));
   if (io.ids.handle) {
     MOE__TRY(WANT(fn, io.ids, MOE_I32, T, e->K));
@@ -539,19 +539,19 @@ moe_status moe__experts_backward(moe_experts *e, moe_queue *q, const moe_state *
   int64_t T = state.tokens, E = e->E, D = e->D, F = e->F;
   MOE__TRY(check_model(fn, e, &io));
   MOE__TRY(WANT(fn, g.dy, e->dtype, T, D));
-  if (wanted & MOE_GRAD_INPUT) MOE__TRY(WANT(fn, g.dx, e->dtype, T, D));
+  if (wanted & MOE_GRAD_INPUT) MOE__TRY(WANT_OUT(fn, g.dx, e->dtype, T, D));
   if (wanted & MOE_GRAD_LOGITS) {
     if (g.dlogits.dtype != e->logits_dtype && g.dlogits.dtype != e->real && g.dlogits.handle)
       return moe__fail(MOE_ERR_INVALID, "%s: dlogits is %s, %s or %s is wanted", fn, moe_dtype_name(g.dlogits.dtype),
                        moe_dtype_name(e->logits_dtype), moe_dtype_name(e->real));
-    MOE__TRY(WANT(fn, g.dlogits, g.dlogits.dtype, T, E));
+    MOE__TRY(WANT_OUT(fn, g.dlogits, g.dlogits.dtype, T, E));
   }
-  if (wanted & MOE_GRAD_GATE) MOE__TRY(WANT(fn, g.dgate, e->grad_dtype, E, F, D));
-  if (wanted & MOE_GRAD_UP) MOE__TRY(WANT(fn, g.dup, e->grad_dtype, E, F, D));
-  if (wanted & MOE_GRAD_DOWN) MOE__TRY(WANT(fn, g.ddown, e->grad_dtype, E, D, F));
-  if (wanted & MOE_GRAD_GATE_BIAS) MOE__TRY(WANT(fn, g.dgate_bias, e->grad_dtype, E, F));
-  if (wanted & MOE_GRAD_UP_BIAS) MOE__TRY(WANT(fn, g.dup_bias, e->grad_dtype, E, F));
-  if (wanted & MOE_GRAD_DOWN_BIAS) MOE__TRY(WANT(fn, g.ddown_bias, e->grad_dtype, E, D));
+  if (wanted & MOE_GRAD_GATE) MOE__TRY(WANT_OUT(fn, g.dgate, e->grad_dtype, E, F, D));
+  if (wanted & MOE_GRAD_UP) MOE__TRY(WANT_OUT(fn, g.dup, e->grad_dtype, E, F, D));
+  if (wanted & MOE_GRAD_DOWN) MOE__TRY(WANT_OUT(fn, g.ddown, e->grad_dtype, E, D, F));
+  if (wanted & MOE_GRAD_GATE_BIAS) MOE__TRY(WANT_OUT(fn, g.dgate_bias, e->grad_dtype, E, F));
+  if (wanted & MOE_GRAD_UP_BIAS) MOE__TRY(WANT_OUT(fn, g.dup_bias, e->grad_dtype, E, F));
+  if (wanted & MOE_GRAD_DOWN_BIAS) MOE__TRY(WANT_OUT(fn, g.ddown_bias, e->grad_dtype, E, D));
   if (!wanted) return MOE_OK;
   struct moe__arena scratch = moe__arena_over(io.scratch);
   lay_backward(e, T, wanted, &scratch, &s);

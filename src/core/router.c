@@ -226,7 +226,7 @@ moe_status moe_router_weights_backward(moe_router *r, moe_queue *q, const moe_te
   MOE__TRY(check_call(fn, r, q, logits, "ids", ids, MOE_I32));
   if (!dlogits) return moe__fail(MOE_ERR_INVALID, "%s: dlogits is NULL", fn);
   const int64_t te[2] = { logits->shape[0], r->E };
-  MOE__TRY(moe__want(fn, "dlogits", dlogits, 0, 2, te));
+  MOE__TRY(moe__want_out(fn, "dlogits", dlogits, 0, 2, te));
   struct moe__walk w = { .mode = MOE__RUN, .ctx = r->ctx, .q = q };
   MOE__TRY(walk_weights_bwd(&w, r, logits->shape[0], dlogits, dweights, logits, ids));
   return r->ctx->be->flush(q->be);

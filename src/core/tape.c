@@ -262,15 +262,15 @@ void moe_tape_memory(const moe_tape *t, uint64_t *held, uint64_t *used)
 static moe_value leaf(moe_tape *t, const moe_tensor *tensor, const moe_tensor *grad, int needs, const char *fn)
 {
   if (!t || t->status) return (moe_value){ 0 };
-  if (!tensor || !tensor->handle) return FAIL(t, MOE_ERR_INVALID, "%s: t is not given", fn);
+  if (!tensor || !tensor->handle) return FAIL(t, MOE_ERR_INVALID, "%s: tensor is not given", fn);
   if (!moe_dtype_size(tensor->dtype) || tensor->rank < 0 || tensor->rank > MOE_RANK_MAX ||
       !moe_tensor_is_packed(tensor))
-    return FAIL(t, MOE_ERR_INVALID, "%s: t is not a packed tensor", fn);
+    return FAIL(t, MOE_ERR_INVALID, "%s: tensor is not packed", fn);
   if (needs && !moe__is_float(tensor->dtype))
     return FAIL(t, MOE_ERR_INVALID, "%s: %s has no gradient", fn, moe_dtype_name(tensor->dtype));
   if (grad && (!grad->handle || !moe__is_float(grad->dtype) || !same_shape(tensor, grad) ||
                !moe_tensor_is_packed(grad) || (grad->dtype == MOE_F64) != (tensor->dtype == MOE_F64)))
-    return FAIL(t, MOE_ERR_INVALID, "%s: grad wants the shape of t, packed, a float (f64 with f64 only)", fn);
+    return FAIL(t, MOE_ERR_INVALID, "%s: grad wants the shape of the tensor, packed, a float (f64 with f64 only)", fn);
   moe_value v = new_value(t, *tensor, needs);
   if (v.id && grad) at(t, v)->bound = *grad;
   return v;
@@ -306,6 +306,19 @@ moe_status moe_tape_read(moe_tape *t, moe_value v, double *out, int64_t n)
 }
 
 /* ---- gradients of inputs, as rules add them ------------------------------------------------------------------------ */
+static int same_place(const moe_tensor *a, const moe_tensor *b)
+{
+  return a->handle == b->handle && a->offset == b->offset;
+}
+
+/* Whether the present backward has written this gradient tensor, which several values may share. */
+static int bound_written(const moe_tape *t, const moe_tensor *bound)
+{
+  for (int64_t i = 0; i < t->n_values; i++)
+    if (t->values[i].written && same_place(&t->values[i].bound, bound)) return 1;
+  return 0;
+}
+
 /* Where a rule may write the gradient of a parameter at once: its bound tensor; *accumulate says whether to
    add.  0 where v is no such parameter, or gradients are to be values of their own. */
 static int sink(moe_tape *t, moe_value v, moe_tensor *to, int64_t *accumulate)
@@ -313,7 +326,7 @@ static int sink(moe_tape *t, moe_value v, moe_tensor *to, int64_t *accumulate)
   struct value *p = at(t, v);
   if (!p->bound.handle || (t->flags & MOE_CREATE_GRAPH)) return 0;
   *to = p->bound;
-  *accumulate = p->written || (t->flags & MOE_ACCUMULATE);
+  *accumulate = bound_written(t, &p->bound) || (t->flags & MOE_ACCUMULATE);
   p->written = 1;
   return 1;
 }
@@ -642,13 +655,12 @@ moe_value moe_tape_cross_entropy(moe_tape *t, moe_value logits, moe_value target
 }
 
 /* ---- the layer -------------------------------------------------------------------------------------------------------- */
-/* Whether a later node of the present walk wrote the same gradients: then they are added to. */
-static int written_before(const moe_tape *t, const struct node *n)
+/* Whether the present backward has written these gradients, which several nodes may share. */
+static int grads_written(const moe_tape *t, const moe_span *grads)
 {
-  const moe_span *mine = &n->options.grads;
-  for (const struct node *other = n + 1; other < t->nodes + t->n_nodes; other++)
-    if (other->layer && other->options.grads.handle == mine->handle && other->options.grads.offset == mine->offset &&
-        at(t, other->out)->written)
+  for (const struct node *n = t->nodes; n < t->nodes + t->n_nodes; n++)
+    if (n->layer && n->options.grads.handle == grads->handle && n->options.grads.offset == grads->offset &&
+        at(t, n->out)->written)
       return 1;
   return 0;
 }
@@ -670,7 +682,7 @@ static void back_layer(moe_tape *t, const struct node *n, moe_value dout)
   io.aux_scale = n->options.aux_scale;
   io.dy = at(t, dout)->t;
   io.dx = dx;
-  io.accumulate = n->options.grads.handle && ((t->flags & MOE_ACCUMULATE) || written_before(t, n));
+  io.accumulate = n->options.grads.handle && ((t->flags & MOE_ACCUMULATE) || grads_written(t, &n->options.grads));
   if (!t->status) fail(t, moe_layer_backward(n->layer, t->q, &n->state, &io));
   t->at = mark;
   at(t, self.out)->written = 1;
@@ -724,6 +736,37 @@ moe_value moe_tape_moe_layer(moe_tape *t, moe_layer *layer, moe_value x, const m
 }
 
 /* ---- backward ------------------------------------------------------------------------------------------------------------ */
+/* The gradients of parameters that are values of their own go where they belong; those that `of` does not depend
+   on become zero, not what an earlier call left. */
+static void finish_params(moe_tape *t)
+{
+  for (int64_t i = 0; i < t->n_values && !t->status; i++) {
+    const struct value v = t->values[i];
+    if (!v.bound.handle) continue;
+    if (v.written) {
+      moe_value g = new_value(t, v.bound, 0);
+      if (g.id) t->values[i].grad = g;
+    } else if (v.grad.id) {
+      into_bound(t, v.bound, at(t, v.grad)->t, bound_written(t, &v.bound) || (t->flags & MOE_ACCUMULATE));
+      t->values[i].written = 1;
+    } else if (!(t->flags & MOE_ACCUMULATE) && !bound_written(t, &v.bound)) {
+      RUN(t, elt_map, .dtype = real_of(v.bound.dtype), .y = flat(v.bound), .op = MOE__ELT_FILL,
+          .n = moe_tensor_count(&v.bound));
+    }
+  }
+}
+
+static void clear_unreached_layers(moe_tape *t)
+{
+  if (t->flags & MOE_ACCUMULATE) return;
+  for (const struct node *n = t->nodes; n < t->nodes + t->n_nodes && !t->status; n++) {
+    moe_layer_bytes bytes = moe_layer_bytes_init();
+    if (!n->layer || !n->options.grads.handle || grads_written(t, &n->options.grads)) continue;
+    fail(t, moe_layer_measure(&bytes, n->layer, n->state.tokens, n->state.sequences));
+    if (!t->status && bytes.grads) fail(t, t->q->ctx->be->fill(t->q->be, n->options.grads, 0, bytes.grads));
+  }
+}
+
 static void walk_back(moe_tape *t, moe_value of, moe_value seed)
 {
   struct value *root = look(t, of, "moe_tape_backward: of");
@@ -765,17 +808,8 @@ static void walk_back(moe_tape *t, moe_value of, moe_value seed)
       fail(t, moe__fail(MOE_ERR_NO_SECOND_DERIVATIVE, "moe_tape_backward: node %lld, %s, has no derivative",
                         (long long)i, n.rule->name));
   }
-  for (int64_t i = 0; i < t->n_values && !t->status; i++) {
-    struct value *v = &t->values[i];
-    if (!v->bound.handle) continue;
-    if (v->written) {
-      moe_value g = new_value(t, v->bound, 0);
-      if (g.id) t->values[i].grad = g;
-    } else if (v->grad.id) into_bound(t, v->bound, at(t, v->grad)->t, t->flags & MOE_ACCUMULATE);
-    else if (!(t->flags & MOE_ACCUMULATE)) /* `of` does not depend on it: zero, not what an earlier call left */
-      RUN(t, elt_map, .dtype = real_of(v->bound.dtype), .y = flat(v->bound), .op = MOE__ELT_FILL,
-          .n = moe_tensor_count(&v->bound));
-  }
+  finish_params(t);
+  clear_unreached_layers(t);
 }
 
 moe_status moe_tape_backward(moe_tape *t, moe_value of, moe_value seed, int64_t flags)

@@ -250,3 +250,13 @@ double moe__to_double(const void *data, int64_t dtype, int64_t i)
   default: return NAN;
   }
 }
+
+moe_status moe__want_out(const char *fn, const char *name, const moe_tensor *t, int64_t dtype, int64_t rank,
+                         const int64_t *shape)
+{
+  MOE__TRY(moe__want(fn, name, t, dtype, rank, shape));
+  for (int64_t d = 0; t->handle && d < rank; d++)
+    if (t->shape[d] > 1 && t->stride[d] == 0)
+      return moe__fail(MOE_ERR_INVALID, "%s: %s is written and has stride 0 in dimension %lld", fn, name, (long long)d);
+  return MOE_OK;
+}

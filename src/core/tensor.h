@@ -21,6 +21,12 @@ moe_status moe__want(const char *fn, const char *name, const moe_tensor *t, int6
   moe__want(fn, #t, &(t), dtype, (int64_t)(sizeof((const int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)),                \
             (const int64_t[]){ __VA_ARGS__ })
 
+/* The same for an output: no two elements may share a place through a stride of 0. */
+moe_status moe__want_out(const char *fn, const char *name, const moe_tensor *t, int64_t dtype, int64_t rank,
+                         const int64_t *shape);
+#define WANT_OUT(fn, t, dtype, ...)                                                                                    \
+  moe__want_out(fn, #t, &(t), dtype, (int64_t)(sizeof((const int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)),            \
+                (const int64_t[]){ __VA_ARGS__ })
 /* Element i of host data; NaN for the F8 kinds. */
 double moe__to_double(const void *data, int64_t dtype, int64_t i);
 

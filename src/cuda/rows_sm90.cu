@@ -229,6 +229,7 @@ PTX void multiply(const moe__sm90_rows &p, unsigned char *shared, int group)
   for (;;) {
     barrier_wait(base + FULL_AT + 8 * r.stage, r.parity);
     const place t = *(const place *)(shared + PLACE_AT + 16 * r.stage);
+    __syncwarp(); /* every lane has read it before lane 0 gives the stage back */
     if (t.e < 0) break;
     if (t.rows > 64 * group) {
       int last = 0;
@@ -255,7 +256,7 @@ PTX void multiply(const moe__sm90_rows &p, unsigned char *shared, int group)
     } else
       for (int s = 0; s < steps; s++) {
         barrier_wait(base + FULL_AT + 8 * r.stage, r.parity);
-        __syncwarp(); /* every lane has read the place */
+        __syncwarp(); /* every lane has seen the phase, which then may pass */
         if (lane == 0) barrier_arrive(base + EMPTY_AT + 8 * r.stage);
         r.next();
       }

@@ -75,9 +75,10 @@ PTX void sort_experts(const moe__sm90_wgrad &p, unsigned char *shared)
   __syncthreads();
   for (int k = 2; k <= size; k *= 2)
     for (int j = k / 2; j > 0; j /= 2) {
-      for (int i = threadIdx.x; i < size; i += THREADS) {
-        const uint32_t a = key[i], b = key[i ^ j];
-        if (!(i & j) && (a < b) == !(i & k)) key[i] = b, key[i ^ j] = a;
+      for (int pair = threadIdx.x; pair < size / 2; pair += THREADS) {
+        const int i = 2 * pair - (pair & (j - 1)); /* the pair is i and i + j */
+        const uint32_t a = key[i], b = key[i + j];
+        if ((a < b) == !(i & k)) key[i] = b, key[i + j] = a;
       }
       __syncthreads();
     }
@@ -258,6 +259,7 @@ template <bool half, bool wide> PTX void multiply(const moe__sm90_wgrad &p, unsi
   for (;;) {
     barrier_wait(base + FULL_AT + 8 * r.stage, r.parity);
     const place t = *(const place *)(shared + PLACE_AT + 16 * r.stage);
+    __syncwarp(); /* every lane has read it before lane 0 gives the stage back */
     const int steps = stages_of(t.rows);
     if (t.e < 0) break;
     if (t.m % m_half * TILE_M + 64 * group < p.M) {
@@ -295,7 +297,7 @@ template <bool half, bool wide> PTX void multiply(const moe__sm90_wgrad &p, unsi
     } else
       for (int s = 0; s < steps; s++) {
         barrier_wait(base + FULL_AT + 8 * r.stage, r.parity);
-        __syncwarp(); /* every lane has read the place */
+        __syncwarp(); /* every lane has seen the phase, which then may pass */
         if (lane == 0) barrier_arrive(base + EMPTY_AT + 8 * r.stage);
         r.next();
       }
