@@ -265,7 +265,7 @@ static moe_value leaf(moe_tape *t, const moe_tensor *tensor, const moe_tensor *g
   if (!tensor || !tensor->handle) return FAIL(t, MOE_ERR_INVALID, "%s: tensor is not given", fn);
   if (!moe_dtype_size(tensor->dtype) || tensor->rank < 0 || tensor->rank > MOE_RANK_MAX ||
       !moe_tensor_is_packed(tensor))
-    return FAIL(t, MOE_ERR_INVALID, "%s: tensor is not packed", fn);
+    return FAIL(t, MOE_ERR_INVALID, "%s: tensor is not a packed tensor", fn);
   if (needs && !moe__is_float(tensor->dtype))
     return FAIL(t, MOE_ERR_INVALID, "%s: %s has no gradient", fn, moe_dtype_name(tensor->dtype));
   if (grad && (!grad->handle || !moe__is_float(grad->dtype) || !same_shape(tensor, grad) ||

@@ -634,6 +634,9 @@ static void branch_backward(void **state)
   OK(call_forward(&good));
   OK(call_backward(&good));
   REFUSES_SPOILT(tensors, call_backward);
+  REFUSED("is written and has stride 0", r.s.grads.dx.stride[0] = 0, call_backward(&r));
+  REFUSED("is written and has stride 0", r.s.grads.ddown.stride[1] = 0, call_backward(&r));
+  REFUSED("is written and has stride 0", r.s.io.y.stride[1] = 0, call_forward(&r));
   REFUSED("experts is NULL", r.experts = NULL, call_backward(&r));
   REFUSED("queue is NULL", r.q = NULL, call_backward(&r));
   REFUSED("different contexts", r.q = r.other_q, call_backward(&r));
