@@ -69,15 +69,17 @@ PTX void prefetch_map(const CUtensorMap *map)
 /* A box of a tensor to shared memory, zeros where it lies outside; x is the coordinate of the fastest dimension. */
 PTX void tma_load_2d(uint32_t to, const CUtensorMap *map, uint32_t bar, int x, int y)
 {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
-               ::"r"(to), "l"(map), "r"(bar), "r"(x), "r"(y)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          to),
+      "l"(map), "r"(bar), "r"(x), "r"(y)
+      : "memory");
 }
 PTX void tma_load_3d(uint32_t to, const CUtensorMap *map, uint32_t bar, int x, int y, int z)
 {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
-          to),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+          "r"(to),
       "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
@@ -97,17 +99,17 @@ PTX void tma_store_3d(const CUtensorMap *map, uint32_t from, int x, int y, int z
 /* The tensor's elements become theirs plus the box's. */
 PTX void tma_add_3d(const CUtensorMap *map, uint32_t from, int x, int y, int z)
 {
-  asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-               "r"(from), "r"(x), "r"(y), "r"(z)
-               : "memory");
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+      "r"(from), "r"(x), "r"(y), "r"(z)
+      : "memory");
 }
 PTX void tma_store_commit()
 {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 /* Until all but `left` of this thread's committed stores have read their shared memory. */
-template <int left>
-PTX void tma_store_wait_read()
+template <int left> PTX void tma_store_wait_read()
 {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(left) : "memory");
 }
@@ -125,13 +127,11 @@ PTX void fence_async()
 
 /* ---- registers of a warpgroup ----------------------------------------------------------------------------------- */
 
-template <int registers>
-PTX void registers_up()
+template <int registers> PTX void registers_up()
 {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
 }
-template <int registers>
-PTX void registers_down()
+template <int registers> PTX void registers_down()
 {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
@@ -153,14 +153,12 @@ PTX void wgmma_commit()
 {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-template <int left>
-PTX void wgmma_wait()
+template <int left> PTX void wgmma_wait()
 {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory");
 }
 /* Keeps the compiler from moving uses of the accumulators over a wait. */
-template <int n>
-PTX void wgmma_hold(float (&d)[n])
+template <int n> PTX void wgmma_hold(float (&d)[n])
 {
 #pragma unroll
   for (int i = 0; i < n; i++) asm volatile("" : "+f"(d[i])::"memory");
@@ -173,15 +171,14 @@ PTX void wgmma_hold(float (&d)[n])
 #define WG_N256(type)                                                                                                  \
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %130, 0;\n\t"                                                     \
                "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" WG_TEN() WG_TEN(1) WG_TEN(2)          \
-                   WG_TEN(3) WG_TEN(4) WG_TEN(5) WG_TEN(6) WG_TEN(7) WG_TEN(8) WG_TEN(9) WG_TEN(10) WG_TEN(11)         \
-               "%120,%121,%122,%123,%124,%125,%126,%127}, %128, %129, p, 1, 1, %131, %132;\n\t}"                       \
+                   WG_TEN(3) WG_TEN(4) WG_TEN(5) WG_TEN(6) WG_TEN(7) WG_TEN(8) WG_TEN(9) WG_TEN(10)                    \
+                       WG_TEN(11) "%120,%121,%122,%123,%124,%125,%126,%127}, %128, %129, p, 1, 1, %131, %132;\n\t}"    \
                : WG_D64(0), WG_D64(64)                                                                                 \
                : "l"(a), "l"(b), "r"((int)add), "n"(a_m_first), "n"(b_n_first))
 
 /* d[64,256] = (add ? d : 0) + a[64,16] b[16,256].  d[4*j + 2*h + i] of a thread is row 16*warp + lane/4 + 8*h, column
    8*j + 2*(lane%4) + i.  a_m_first, b_n_first: M or N is the contiguous one. */
-template <bool half, int a_m_first, int b_n_first>
-PTX void wgmma_256(float (&d)[128], uint64_t a, uint64_t b, bool add)
+template <bool half, int a_m_first, int b_n_first> PTX void wgmma_256(float (&d)[128], uint64_t a, uint64_t b, bool add)
 {
   if constexpr (half) WG_N256("f16");
   else WG_N256("bf16");
@@ -190,16 +187,14 @@ PTX void wgmma_256(float (&d)[128], uint64_t a, uint64_t b, bool add)
 /* ---- results ------------------------------------------------------------------------------------------------------- */
 
 /* Two floats as a pair of the storage type, `low` first. */
-template <bool half>
-PTX uint32_t pack(float low, float high)
+template <bool half> PTX uint32_t pack(float low, float high)
 {
   uint32_t v;
   if constexpr (half) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
 }
-template <bool half>
-PTX float2 unpack(uint32_t v)
+template <bool half> PTX float2 unpack(uint32_t v)
 {
   float2 f;
   if constexpr (half)

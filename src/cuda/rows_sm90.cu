@@ -49,6 +49,14 @@ struct ring {
 struct place {
   int e, row, rows, column;
 };
+/* Lane 0 reads it, the one that gives the stage back: its read is over before its arrival is seen. */
+PTX place read_place(const unsigned char *from, int lane)
+{
+  int4 words = { 0, 0, 0, 0 };
+  if (lane == 0) words = *(const int4 *)from;
+  return { __shfl_sync(~0u, words.x, 0), __shfl_sync(~0u, words.y, 0), __shfl_sync(~0u, words.z, 0),
+           __shfl_sync(~0u, words.w, 0) };
+}
 
 /* All tiles in order of their experts.  The lanes of a warp share the experts out, `per` to each. */
 struct schedule {
@@ -70,8 +78,8 @@ struct schedule {
     return v;
   }
   __device__ __forceinline__ schedule(const moe__sm90_rows &p, int lane)
-      : offs(p.offs), E(p.E), columns((p.N + (p.split == SPLIT_N ? TILE_N / 2 : TILE_N) - 1) /
-                                      (p.split == SPLIT_N ? TILE_N / 2 : TILE_N)),
+      : offs(p.offs), E(p.E),
+        columns((p.N + (p.split == SPLIT_N ? TILE_N / 2 : TILE_N) - 1) / (p.split == SPLIT_N ? TILE_N / 2 : TILE_N)),
         per((p.E + 31) / 32)
   {
     int own = 0;
@@ -117,8 +125,7 @@ PTX void load_b(const moe__sm90_rows &p, uint32_t to, uint32_t full, const place
 }
 
 /* Warp 0 alone, or the first four warps where a is gathered. */
-template <bool gathered, bool n_first>
-PTX void copy_operands(const moe__sm90_rows &p, unsigned char *shared)
+template <bool gathered, bool n_first> PTX void copy_operands(const moe__sm90_rows &p, unsigned char *shared)
 {
   const int thread = threadIdx.x, lane = thread % 32, unit = thread % 8;
   const uint32_t base = shared_address(shared);
@@ -228,8 +235,7 @@ PTX void multiply(const moe__sm90_rows &p, unsigned char *shared, int group)
   for (int i = 0; i < 128; i++) d[i] = 0;
   for (;;) {
     barrier_wait(base + FULL_AT + 8 * r.stage, r.parity);
-    const place t = *(const place *)(shared + PLACE_AT + 16 * r.stage);
-    __syncwarp(); /* every lane has read it before lane 0 gives the stage back */
+    const place t = read_place(shared + PLACE_AT + 16 * r.stage, lane);
     if (t.e < 0) break;
     if (t.rows > 64 * group) {
       int last = 0;
@@ -293,9 +299,15 @@ __global__ void __launch_bounds__(THREADS, 1) rows(const __grid_constant__ moe__
 
 } // namespace
 
-#define KERNEL(half, gathered, n_first) { (const void *)rows<half, gathered, n_first>, THREADS, SHARED }
+#define KERNEL(half, gathered, n_first)                                                                                \
+  {                                                                                                                    \
+    (const void *)rows<half, gathered, n_first>, THREADS, SHARED                                                       \
+  }
 #define KERNELS(half)                                                                                                  \
   {                                                                                                                    \
-    { KERNEL(half, false, false), KERNEL(half, false, true) }, { KERNEL(half, true, false), KERNEL(half, true, true) } \
+    { KERNEL(half, false, false), KERNEL(half, false, true) },                                                         \
+    {                                                                                                                  \
+      KERNEL(half, true, false), KERNEL(half, true, true)                                                              \
+    }                                                                                                                  \
   }
 extern "C" const struct moe__sm90_kernel moe__sm90_rows_kernels[2][2][2] = { KERNELS(false), KERNELS(true) };

@@ -51,6 +51,14 @@ struct ring {
 struct place {
   int e, rows, m, n;
 };
+/* Lane 0 reads it, the one that gives the stage back: its read is over before its arrival is seen. */
+PTX place read_place(const unsigned char *from, int lane)
+{
+  int4 words = { 0, 0, 0, 0 };
+  if (lane == 0) words = *(const int4 *)from;
+  return { __shfl_sync(~0u, words.x, 0), __shfl_sync(~0u, words.y, 0), __shfl_sync(~0u, words.z, 0),
+           __shfl_sync(~0u, words.w, 0) };
+}
 
 PTX int tiles_of(int n, int tile)
 {
@@ -258,8 +266,7 @@ template <bool half, bool wide> PTX void multiply(const moe__sm90_wgrad &p, unsi
   int turn = 0;
   for (;;) {
     barrier_wait(base + FULL_AT + 8 * r.stage, r.parity);
-    const place t = *(const place *)(shared + PLACE_AT + 16 * r.stage);
-    __syncwarp(); /* every lane has read it before lane 0 gives the stage back */
+    const place t = read_place(shared + PLACE_AT + 16 * r.stage, lane);
     const int steps = stages_of(t.rows);
     if (t.e < 0) break;
     if (t.m % m_half * TILE_M + 64 * group < p.M) {
