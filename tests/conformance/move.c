@@ -15,7 +15,7 @@ static void gather_case(struct conform *c, int64_t dtype, int64_t n, int64_t row
   int32_t *map = t_ints(&c->m, n), health = 0;
   for (int64_t i = 0; i < n; i++) map[i] = (int32_t)t_below(&c->m, rows * div);
   const int32_t unknown[] = { -1, (int32_t)(rows * div), INT32_MIN, INT32_MAX };
-  if (bad && n > 0) map[n / 2] = unknown[(n + D) % 4];
+  if (bad && n > 0) map[n / 2] = unknown[(n + D + dtype) % 4];
   args.x = c_in(c, dtype, layout, x, SHAPE(rows, D));
   args.map = c_in_ints(c, map, SHAPE(n));
   args.y = c_out(c, dtype, layout ^ T_PAD, SHAPE(n, D));
