@@ -74,30 +74,6 @@ static void lay_backward(const moe_experts *e, int64_t T, int64_t wanted, struct
 }
 
 /* ---- the sequences ------------------------------------------------------------------------------------------ */
-/* [E,F,D] read as [E,D,F], or [E,D,F] as [E,F,D]. */
-static moe_tensor swapped(moe_tensor t)
-{
-  int64_t shape = t.shape[1], stride = t.stride[1];
-  t.shape[1] = t.shape[2];
-  t.stride[1] = t.stride[2];
-  t.shape[2] = shape;
-  t.stride[2] = stride;
-  return t;
-}
-
-static moe_tensor flat_of(moe_tensor t)
-{
-  if (!t.handle) return t;
-  return moe__flat(t.handle, t.offset, t.dtype, moe_tensor_count(&t));
-}
-
-/* Columns [from, from + n) of a matrix. */
-static moe_tensor columns(moe_tensor t, int64_t from, int64_t n)
-{
-  return moe__view(t, from * t.stride[1], 2, (const int64_t[]){ t.shape[0], n },
-                   (const int64_t[]){ t.stride[0], t.stride[1] });
-}
-
 static moe_status walk_forward(struct moe__walk *w, const moe_experts *e, int64_t T, const moe_experts_io *io,
                                const moe_tensor *add, const struct kept *k, const struct work *s)
 {
@@ -112,8 +88,8 @@ static moe_status walk_forward(struct moe__walk *w, const moe_experts *e, int64_
   STEP(w, "weights", weights, MOE_AUTO, .dtype = e->real, .weights = k->weights, .logits = io->logits, .ids = k->ids,
        .health = health, .T = T, .E = E, .K = e->K, .weigh = e->weigh);
   STEP(w, "plan", plan, MOE_AUTO, .dtype = e->real, .offs = k->offs, .row2slot = k->row2slot,
-       .slot2row = flat_of(k->slot2row), .ids = k->ids, .weights = k->weights, .health = health, .scratch = s->plan,
-       .T = T, .K = e->K, .E = E);
+       .slot2row = moe__flatten(k->slot2row), .ids = k->ids, .weights = k->weights, .health = health,
+       .scratch = s->plan, .T = T, .K = e->K, .E = E);
   STEP(w, "forward up", ggemm_rows, how, .dtype = e->dtype, .c = k->h, .a = io->x,
        .b = { gated ? io->gate : io->up, gated ? io->up : none },
        .bias = { gated ? io->gate_bias : io->up_bias, gated ? io->up_bias : none }, .offs = k->offs, .map = k->row2slot,
@@ -135,23 +111,24 @@ static moe_status walk_backward(struct moe__walk *w, const moe_experts *e, int64
   int64_t both = MOE_GRAD_GATE | MOE_GRAD_UP, bias_both = MOE_GRAD_GATE_BIAS | MOE_GRAD_UP_BIAS;
   if (wanted & MOE_GRAD_DOWN_BIAS)
     STEP(w, "backward down bias", ggemm_colsum, how, .dtype = e->dtype, .c = { g->ddown_bias }, .p = g->dy,
-         .weights = flat_of(k->weights), .offs = k->offs, .map = k->row2slot, .R = R, .E = E, .N = D, .div = e->K,
+         .weights = moe__flatten(k->weights), .offs = k->offs, .map = k->row2slot, .R = R, .E = E, .N = D, .div = e->K,
          .accumulate = g->accumulate);
   if (bias_only(e, wanted)) return MOE_OK;
 
   STEP(w, "backward through down", ggemm_rows, how, .dtype = e->dtype, .c = s->da, .a = g->dy,
-       .b = { swapped(io->down) }, .offs = k->offs, .map = k->row2slot, .R = R, .E = E, .N = F, .K = D, .div = e->K);
+       .b = { moe__swapped(io->down, 1, 2) }, .offs = k->offs, .map = k->row2slot, .R = R, .E = E, .N = F, .K = D,
+       .div = e->K);
   if (wanted & MOE_GRAD_LOGITS) {
     if (e->down_bias)
-      STEP(w, "backward weights of down bias", row_dot, MOE_AUTO, .dtype = e->dtype, .y = flat_of(s->dweights),
-           .a = g->dy, .b = io->down_bias, .ids = flat_of(k->ids), .T = T, .K = e->K, .E = E, .D = D);
+      STEP(w, "backward weights of down bias", row_dot, MOE_AUTO, .dtype = e->dtype, .y = moe__flatten(s->dweights),
+           .a = g->dy, .b = io->down_bias, .ids = moe__flatten(k->ids), .T = T, .K = e->K, .E = E, .D = D);
     else if (w->mode == MOE__RUN && R) /* slots outside the plan */
       MOE__TRY(w->ctx->be->fill(
           w->q->be, (moe_span){ s->dweights.handle, s->dweights.offset, (uint64_t)R * moe_dtype_size(e->real) }, 0,
           (uint64_t)R * moe_dtype_size(e->real)));
   }
   STEP(w, "backward activation", act_bwd, MOE_AUTO, .dtype = e->dtype, .dh = s->dh, .aw = s->aw,
-       .dweights = flat_of(s->dweights), .da = s->da, .h = k->h, .weights = flat_of(k->weights),
+       .dweights = moe__flatten(s->dweights), .da = s->da, .h = k->h, .weights = moe__flatten(k->weights),
        .row2slot = k->row2slot, .offs = k->offs, .R = R, .F = F, .E = E, .plane = e->plane, .accumulate = 1,
        .act = e->act);
   if (wanted & MOE_GRAD_LOGITS)
@@ -163,8 +140,8 @@ static moe_status walk_backward(struct moe__walk *w, const moe_experts *e, int64
          .accumulate = g->accumulate);
   if (wanted & MOE_GRAD_INPUT) {
     STEP(w, "backward through up", ggemm_rows, how, .dtype = e->dtype, .c = s->dx_rows, .a = s->dh,
-         .b = { swapped(gated ? io->gate : io->up), gated ? swapped(io->up) : none }, .offs = k->offs, .R = R, .E = E,
-         .N = D, .K = e->H, .split = gated ? MOE__SPLIT_K : MOE__SPLIT_NONE, .div = 1);
+         .b = { moe__swapped(gated ? io->gate : io->up, 1, 2), gated ? moe__swapped(io->up, 1, 2) : none },
+         .offs = k->offs, .R = R, .E = E, .N = D, .K = e->H, .split = gated ? MOE__SPLIT_K : MOE__SPLIT_NONE, .div = 1);
     STEP(w, "backward combine", combine, MOE_AUTO, .dtype = e->dtype, .y = g->dx, .rows = s->dx_rows,
          .weights = k->weights, .slot2row = k->slot2row, .add = add ? *add : none, .T = T, .K = e->K, .D = D,
          .unweighted = 1);
@@ -172,7 +149,7 @@ static moe_status walk_backward(struct moe__walk *w, const moe_experts *e, int64
   if (wanted & both) {
     int split = gated && (wanted & both) == both;
     moe_tensor p = s->dh;
-    if (gated && !split) p = columns(s->dh, wanted & MOE_GRAD_UP ? F : 0, F);
+    if (gated && !split) p = moe__columns(s->dh, wanted & MOE_GRAD_UP ? F : 0, F);
     STEP(w, "backward up weights", ggemm_wgrad, how, .dtype = e->dtype,
          .c = { wanted & MOE_GRAD_GATE ? g->dgate : g->dup, split ? g->dup : none }, .p = p, .q = state->x,
          .offs = k->offs, .qmap = k->row2slot, .R = R, .E = E, .M = split ? 2 * F : F, .N = D, .split = split,
@@ -181,7 +158,7 @@ static moe_status walk_backward(struct moe__walk *w, const moe_experts *e, int64
   if (wanted & bias_both) {
     int split = gated && (wanted & bias_both) == bias_both;
     moe_tensor p = s->dh;
-    if (gated && !split) p = columns(s->dh, wanted & MOE_GRAD_UP_BIAS ? F : 0, F);
+    if (gated && !split) p = moe__columns(s->dh, wanted & MOE_GRAD_UP_BIAS ? F : 0, F);
     STEP(w, "backward up bias", ggemm_colsum, how, .dtype = e->dtype,
          .c = { wanted & MOE_GRAD_GATE_BIAS ? g->dgate_bias : g->dup_bias, split ? g->dup_bias : none }, .p = p,
          .offs = k->offs, .R = R, .E = E, .N = split ? 2 * F : F, .split = split, .div = 1,

@@ -143,27 +143,6 @@ static void lay_backward(const moe_layer *l, int64_t T, uint64_t branch, struct 
 }
 
 /* ---- the sequences ------------------------------------------------------------------------------------------ */
-static moe_tensor transposed(moe_tensor t)
-{
-  moe_tensor out = t;
-  out.shape[0] = t.shape[1];
-  out.stride[0] = t.stride[1];
-  out.shape[1] = t.shape[0];
-  out.stride[1] = t.stride[0];
-  return out;
-}
-
-static moe_tensor columns(moe_tensor t, int64_t from, int64_t n)
-{
-  return moe__view(t, from * t.stride[1], 2, (const int64_t[]){ t.shape[0], n },
-                   (const int64_t[]){ t.stride[0], t.stride[1] });
-}
-
-static moe_tensor flat_of(moe_tensor t)
-{
-  return t.handle ? moe__flat(t.handle, t.offset, t.dtype, moe_tensor_count(&t)) : t;
-}
-
 /* c (+)= a b', all as matrices. */
 static moe_status product(struct moe__walk *w, const char *label, const moe_layer *l, int64_t how, moe_tensor c,
                           moe_tensor a, moe_tensor b, moe_tensor bias, int64_t accumulate)
@@ -186,9 +165,10 @@ static moe_status walk_shared_forward(struct moe__walk *w, const moe_layer *l, i
                                       const moe_tensor *p, const struct kept *k, const struct work *s)
 {
   if (l->gated)
-    MOE__TRY(product(w, "shared gate projection", l, MOE_AUTO, columns(k->hs, 0, l->Fs), io->x, p[P_SHARED_GATE_PROJ],
-                     none, 0));
-  MOE__TRY(product(w, "shared up", l, MOE_AUTO, columns(k->hs, l->Hs - l->Fs, l->Fs), io->x, p[P_SHARED_UP], none, 0));
+    MOE__TRY(product(w, "shared gate projection", l, MOE_AUTO, moe__columns(k->hs, 0, l->Fs), io->x,
+                     p[P_SHARED_GATE_PROJ], none, 0));
+  MOE__TRY(
+      product(w, "shared up", l, MOE_AUTO, moe__columns(k->hs, l->Hs - l->Fs, l->Fs), io->x, p[P_SHARED_UP], none, 0));
   STEP(w, "shared activation", act_fwd, MOE_AUTO, .dtype = l->dtype, .a = s->as, .h = k->hs, .R = T, .F = l->Fs,
        .act = l->act);
   MOE__TRY(product(w, "shared down", l, MOE_AUTO, l->shared_gate ? s->ys : io->y, s->as, p[P_SHARED_DOWN], none, 0));
@@ -222,36 +202,38 @@ static moe_status walk_shared_backward(struct moe__walk *w, const moe_layer *l, 
                                        const struct work *s)
 {
   int64_t Fs = l->Fs, add = io->accumulate;
-  moe_tensor dup = columns(s->dhs, l->Hs - Fs, Fs), dgate = columns(s->dhs, 0, Fs);
-  MOE__TRY(
-      product(w, "shared backward through down", l, MOE_AUTO, s->das, io->dy, transposed(p[P_SHARED_DOWN]), none, 0));
+  moe_tensor dup = moe__columns(s->dhs, l->Hs - Fs, Fs), dgate = moe__columns(s->dhs, 0, Fs);
+  MOE__TRY(product(w, "shared backward through down", l, MOE_AUTO, s->das, io->dy, moe__swapped(p[P_SHARED_DOWN], 0, 1),
+                   none, 0));
   STEP(w, "shared backward activation", act_bwd, MOE_AUTO, .dtype = l->dtype, .dh = s->dhs, .aw = s->aws,
-       .dweights = flat_of(s->dsg), .da = s->das, .h = k->hs, .weights = flat_of(k->sg), .R = T, .F = Fs, .plane = 1,
-       .act = l->act);
-  MOE__TRY(product(w, "shared down weights", l, MOE_AUTO, g[P_SHARED_DOWN], transposed(io->dy), transposed(s->aws),
+       .dweights = moe__flatten(s->dsg), .da = s->das, .h = k->hs, .weights = moe__flatten(k->sg), .R = T, .F = Fs,
+       .plane = 1, .act = l->act);
+  MOE__TRY(product(w, "shared down weights", l, MOE_AUTO, g[P_SHARED_DOWN], moe__swapped(io->dy, 0, 1),
+                   moe__swapped(s->aws, 0, 1), none, add));
+  MOE__TRY(product(w, "shared up weights", l, MOE_AUTO, g[P_SHARED_UP], moe__swapped(dup, 0, 1), moe__swapped(x, 0, 1),
                    none, add));
-  MOE__TRY(product(w, "shared up weights", l, MOE_AUTO, g[P_SHARED_UP], transposed(dup), transposed(x), none, add));
   if (l->gated)
-    MOE__TRY(product(w, "shared gate projection weights", l, MOE_AUTO, g[P_SHARED_GATE_PROJ], transposed(dgate),
-                     transposed(x), none, add));
+    MOE__TRY(product(w, "shared gate projection weights", l, MOE_AUTO, g[P_SHARED_GATE_PROJ], moe__swapped(dgate, 0, 1),
+                     moe__swapped(x, 0, 1), none, add));
   if (io->dx.handle) {
-    MOE__TRY(product(w, "shared backward through up", l, MOE_AUTO, io->dx, dup, transposed(p[P_SHARED_UP]), none, 0));
+    MOE__TRY(product(w, "shared backward through up", l, MOE_AUTO, io->dx, dup, moe__swapped(p[P_SHARED_UP], 0, 1),
+                     none, 0));
     if (l->gated)
       MOE__TRY(product(w, "shared backward through gate projection", l, MOE_AUTO, io->dx, dgate,
-                       transposed(p[P_SHARED_GATE_PROJ]), none, 1));
+                       moe__swapped(p[P_SHARED_GATE_PROJ], 0, 1), none, 1));
   }
   if (!l->shared_gate) return MOE_OK;
   MOE__TRY(zero(w, s->zeros));
   STEP(w, "shared gate sigmoid backward", weights_bwd, MOE_AUTO, .dtype = l->real, .dlogits = s->dz, .dweights = s->dsg,
        .logits = k->z, .ids = s->zeros, .T = T, .E = 1, .K = 1, .weigh = sigmoid_weight);
   if (l->dtype != l->real)
-    STEP(w, "shared gate cast", elt_map, MOE_AUTO, .dtype = l->real, .y = flat_of(s->dz_st), .a = flat_of(s->dz),
-         .op = MOE__ELT_COPY, .n = T, .alpha = 1);
-  MOE__TRY(
-      product(w, "shared gate weights", l, MOE_AUTO, g[P_SHARED_GATE], transposed(s->dz_st), transposed(x), none, add));
+    STEP(w, "shared gate cast", elt_map, MOE_AUTO, .dtype = l->real, .y = moe__flatten(s->dz_st),
+         .a = moe__flatten(s->dz), .op = MOE__ELT_COPY, .n = T, .alpha = 1);
+  MOE__TRY(product(w, "shared gate weights", l, MOE_AUTO, g[P_SHARED_GATE], moe__swapped(s->dz_st, 0, 1),
+                   moe__swapped(x, 0, 1), none, add));
   if (io->dx.handle)
-    MOE__TRY(product(w, "shared backward through gate", l, MOE_AUTO, io->dx, s->dz_st, transposed(p[P_SHARED_GATE]),
-                     none, 1));
+    MOE__TRY(product(w, "shared backward through gate", l, MOE_AUTO, io->dx, s->dz_st,
+                     moe__swapped(p[P_SHARED_GATE], 0, 1), none, 1));
   return MOE_OK;
 }
 
@@ -265,19 +247,19 @@ static moe_status walk_router_backward(struct moe__walk *w, const moe_layer *l, 
          .S = S, .E = l->E, .K = l->K, .scoring = l->balance_scoring, .accumulate = 1, .balance_coef = l->balance_coef,
          .z_coef = l->z_coef);
   if (l->dtype != l->real)
-    STEP(w, "router cast", elt_map, MOE_AUTO, .dtype = l->real, .y = flat_of(s->dlogits_st), .a = flat_of(s->dlogits),
-         .op = MOE__ELT_COPY, .n = T * l->E, .alpha = 1);
-  MOE__TRY(product(w, "router weights", l, MOE_AUTO, g[P_ROUTER], transposed(s->dlogits_st), transposed(x), none,
-                   io->accumulate));
+    STEP(w, "router cast", elt_map, MOE_AUTO, .dtype = l->real, .y = moe__flatten(s->dlogits_st),
+         .a = moe__flatten(s->dlogits), .op = MOE__ELT_COPY, .n = T * l->E, .alpha = 1);
+  MOE__TRY(product(w, "router weights", l, MOE_AUTO, g[P_ROUTER], moe__swapped(s->dlogits_st, 0, 1),
+                   moe__swapped(x, 0, 1), none, io->accumulate));
   if (l->has[P_ROUTER_BIAS]) { /* column sums: a product with a row of ones, one element read T times */
     STEP(w, "one", elt_map, MOE_AUTO, .dtype = l->real, .y = s->one, .op = MOE__ELT_FILL, .n = 1, .alpha = 1);
     moe_tensor ones = moe__view(s->one, 0, 2, (const int64_t[]){ 1, T }, (const int64_t[]){ 0, 0 });
     moe_tensor db = moe__view(g[P_ROUTER_BIAS], 0, 2, (const int64_t[]){ 1, l->E }, (const int64_t[]){ l->E, 1 });
-    MOE__TRY(product(w, "router bias", l, MOE_AUTO, db, ones, transposed(s->dlogits_st), none, io->accumulate));
+    MOE__TRY(product(w, "router bias", l, MOE_AUTO, db, ones, moe__swapped(s->dlogits_st, 0, 1), none, io->accumulate));
   }
   if (io->dx.handle)
-    MOE__TRY(
-        product(w, "backward through router", l, MOE_AUTO, io->dx, s->dlogits_st, transposed(p[P_ROUTER]), none, 1));
+    MOE__TRY(product(w, "backward through router", l, MOE_AUTO, io->dx, s->dlogits_st, moe__swapped(p[P_ROUTER], 0, 1),
+                     none, 1));
   return MOE_OK;
 }
 
@@ -530,7 +512,7 @@ moe_status moe_layer_init(moe_layer *l, moe_queue *q, moe_span span, uint64_t se
       MOE__TRY(zero(&w, p[i]));
       continue;
     }
-    STEP(&w, "init", elt_normal, MOE_AUTO, .dtype = l->real, .y = flat_of(p[i]), .n = moe_tensor_count(&p[i]),
+    STEP(&w, "init", elt_normal, MOE_AUTO, .dtype = l->real, .y = moe__flatten(p[i]), .n = moe_tensor_count(&p[i]),
          .seed = (int64_t)seed, .stream = i, .stddev = stddev);
   }
   return l->ctx->be->flush(q->be);

@@ -180,11 +180,6 @@ static moe_value record(moe_tape *t, struct node n, moe_tensor tensor)
   return n.out;
 }
 
-static moe_tensor flat(moe_tensor t)
-{
-  return moe__flat(t.handle, t.offset, t.dtype, moe_tensor_count(&t));
-}
-
 static int64_t real_of(int64_t dtype)
 {
   return dtype == MOE_F64 ? MOE_F64 : MOE_F32;
@@ -335,8 +330,9 @@ static int sink(moe_tape *t, moe_value v, moe_tensor *to, int64_t *accumulate)
 static void into_bound(moe_tape *t, moe_tensor bound, moe_tensor g, int64_t accumulate)
 {
   int64_t dtype = real_of(bound.dtype), n = moe_tensor_count(&bound);
-  RUN(t, elt_map, .dtype = dtype, .y = flat(bound), .a = flat(g), .b = accumulate ? flat(bound) : (moe_tensor){ 0 },
-      .op = accumulate ? MOE__ELT_ADD : MOE__ELT_COPY, .n = n, .alpha = 1);
+  RUN(t, elt_map, .dtype = dtype, .y = moe__flatten(bound), .a = moe__flatten(g),
+      .b = accumulate ? moe__flatten(bound) : (moe_tensor){ 0 }, .op = accumulate ? MOE__ELT_ADD : MOE__ELT_COPY,
+      .n = n, .alpha = 1);
 }
 
 static void contribute(moe_tape *t, moe_value v, moe_value g)
@@ -370,8 +366,8 @@ static moe_value map(moe_tape *t, const struct rule *rule, int64_t op, moe_value
     return FAIL(t, MOE_ERR_INVALID, "%s: a and b differ in shape or dtype", fn);
   moe_tensor ta = va->t, tb = vb ? vb->t : (moe_tensor){ 0 };
   moe_tensor y = fresh(t, ta.dtype, ta.rank, ta.shape);
-  RUN(t, elt_map, .dtype = real_of(ta.dtype), .y = flat(y), .a = flat(ta), .b = vb ? flat(tb) : tb, .op = op,
-      .n = moe_tensor_count(&ta), .alpha = alpha);
+  RUN(t, elt_map, .dtype = real_of(ta.dtype), .y = moe__flatten(y), .a = moe__flatten(ta),
+      .b = vb ? moe__flatten(tb) : tb, .op = op, .n = moe_tensor_count(&ta), .alpha = alpha);
   return record(t, (struct node){ .rule = rule, .in = { a, b }, .alpha = alpha }, y);
 }
 
@@ -431,23 +427,11 @@ moe_value moe_tape_reshape(moe_tape *t, moe_value a, int64_t rank, const int64_t
   return record(t, (struct node){ .rule = &rule_reshape, .in = { a } }, y);
 }
 
-/* As [M,K] whatever the transposition. */
-static moe_tensor oriented(moe_tensor x, int64_t transpose)
-{
-  moe_tensor y = x;
-  if (!transpose) return x;
-  y.shape[0] = x.shape[1];
-  y.stride[0] = x.stride[1];
-  y.shape[1] = x.shape[0];
-  y.stride[1] = x.stride[0];
-  return y;
-}
-
 /* c (+)= op(a) op(b) */
 static void product(moe_tape *t, moe_tensor c, moe_tensor a, moe_tensor b, int64_t ta, int64_t tb, int64_t accumulate)
 {
-  a = oriented(a, ta);
-  b = oriented(b, !tb);
+  if (ta) a = moe__swapped(a, 0, 1);
+  if (!tb) b = moe__swapped(b, 0, 1);
   RUN(t, gemm, .dtype = a.dtype, .c = c, .a = a, .b = b, .M = a.shape[0], .N = b.shape[0], .K = a.shape[1],
       .accumulate = accumulate, .alpha = 1);
 }
@@ -512,7 +496,7 @@ moe_value moe_tape_sum(moe_tape *t, moe_value a)
   moe_tensor y = fresh_flat(t, real, 1);
   struct mark mark = t->at;
   moe_tensor parts = fresh_flat(t, real, MOE__PARTS);
-  RUN(t, elt_sum, .dtype = real, .y = y, .a = flat(x), .scratch = parts, .n = moe_tensor_count(&x), .alpha = 1);
+  RUN(t, elt_sum, .dtype = real, .y = y, .a = moe__flatten(x), .scratch = parts, .n = moe_tensor_count(&x), .alpha = 1);
   t->at = mark;
   return record(t, (struct node){ .rule = &rule_sum, .in = { a } }, y);
 }
@@ -527,9 +511,9 @@ static moe_value expand(moe_tape *t, moe_value s, int64_t dtype, int64_t rank, c
   moe_tensor y = fresh(t, dtype, rank, shape);
   if (t->status) return (moe_value){ 0 };
   int64_t real = real_of(dtype), n = moe_tensor_count(&y);
-  RUN(t, elt_map, .dtype = real, .y = flat(y), .op = MOE__ELT_FILL, .n = n, .alpha = 1);
-  RUN(t, elt_map, .dtype = real, .y = flat(y), .a = flat(y), .scale = at(t, s)->t, .op = MOE__ELT_COPY, .n = n,
-      .alpha = 1);
+  RUN(t, elt_map, .dtype = real, .y = moe__flatten(y), .op = MOE__ELT_FILL, .n = n, .alpha = 1);
+  RUN(t, elt_map, .dtype = real, .y = moe__flatten(y), .a = moe__flatten(y), .scale = at(t, s)->t, .op = MOE__ELT_COPY,
+      .n = n, .alpha = 1);
   return record(t, (struct node){ .rule = &rule_expand, .in = { s } }, y);
 }
 
@@ -750,7 +734,7 @@ static void finish_params(moe_tape *t)
       into_bound(t, v.bound, at(t, v.grad)->t, bound_written(t, &v.bound) || (t->flags & MOE_ACCUMULATE));
       t->values[i].written = 1;
     } else if (!(t->flags & MOE_ACCUMULATE) && !bound_written(t, &v.bound)) {
-      RUN(t, elt_map, .dtype = real_of(v.bound.dtype), .y = flat(v.bound), .op = MOE__ELT_FILL,
+      RUN(t, elt_map, .dtype = real_of(v.bound.dtype), .y = moe__flatten(v.bound), .op = MOE__ELT_FILL,
           .n = moe_tensor_count(&v.bound));
     }
   }
@@ -790,7 +774,7 @@ static void walk_back(moe_tape *t, moe_value of, moe_value seed)
     }
   } else {
     moe_tensor one = fresh(t, real, root->t.rank, root->t.shape);
-    RUN(t, elt_map, .dtype = real, .y = flat(one), .op = MOE__ELT_FILL, .n = 1, .alpha = 1);
+    RUN(t, elt_map, .dtype = real, .y = moe__flatten(one), .op = MOE__ELT_FILL, .n = 1, .alpha = 1);
     seed = new_value(t, one, 0);
   }
   for (int64_t i = 0; i < t->n_values; i++) {

@@ -144,12 +144,7 @@ moe_status moe_tensor_transpose(moe_tensor *out, const moe_tensor *t, int64_t di
   if (!out || !t) return moe__fail(MOE_ERR_INVALID, "%s: out or t is NULL", fn);
   MOE__TRY(bad_dim(fn, t, dim0));
   MOE__TRY(bad_dim(fn, t, dim1));
-  moe_tensor view = *t;
-  view.shape[dim0] = t->shape[dim1];
-  view.stride[dim0] = t->stride[dim1];
-  view.shape[dim1] = t->shape[dim0];
-  view.stride[dim1] = t->stride[dim0];
-  *out = view;
+  *out = moe__swapped(*t, (int)dim0, (int)dim1);
   return MOE_OK;
 }
 
@@ -218,6 +213,27 @@ moe_status moe__want(const char *fn, const char *name, const moe_tensor *t, int6
                        (long long)d);
   }
   return MOE_OK;
+}
+
+moe_tensor moe__flatten(moe_tensor t)
+{
+  return t.handle ? moe__flat(t.handle, t.offset, t.dtype, moe_tensor_count(&t)) : t;
+}
+
+moe_tensor moe__columns(moe_tensor t, int64_t from, int64_t n)
+{
+  return moe__view(t, from * t.stride[1], 2, (const int64_t[]){ t.shape[0], n },
+                   (const int64_t[]){ t.stride[0], t.stride[1] });
+}
+
+moe_tensor moe__swapped(moe_tensor t, int d0, int d1)
+{
+  moe_tensor view = t;
+  view.shape[d0] = t.shape[d1];
+  view.stride[d0] = t.stride[d1];
+  view.shape[d1] = t.shape[d0];
+  view.stride[d1] = t.stride[d0];
+  return view;
 }
 
 static double small_float(uint32_t sign, uint32_t exponent, uint32_t mantissa, int mantissa_bits, int bias, int has_inf)

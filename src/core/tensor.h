@@ -13,6 +13,12 @@ moe_tensor moe__view(moe_tensor base, int64_t element, int64_t rank, const int64
 /* Packed [n] and [rows,cols]. */
 moe_tensor moe__flat(void *handle, uint64_t offset, int64_t dtype, int64_t n);
 moe_tensor moe__matrix(void *handle, uint64_t offset, int64_t dtype, int64_t rows, int64_t cols);
+/* All elements of a packed tensor as [n]; a NULL one stays as it is. */
+moe_tensor moe__flatten(moe_tensor t);
+/* Columns [from, from + n) of a matrix. */
+moe_tensor moe__columns(moe_tensor t, int64_t from, int64_t n);
+/* Two dimensions exchanged. */
+moe_tensor moe__swapped(moe_tensor t, int d0, int d1);
 /* A public call's tensor: given, of this dtype (0: any float, no F64 where real is F32), rank and shape,
    strides not negative, aligned to its elements.  The text names function, tensor, wanted and got. */
 moe_status moe__want(const char *fn, const char *name, const moe_tensor *t, int64_t dtype, int64_t rank,

@@ -26,16 +26,11 @@ static moe_status check_float(const char *fn, const moe_queue *q, const moe_tens
   return MOE_OK;
 }
 
-static moe_tensor flat(const moe_tensor *t)
-{
-  return moe__flat(t->handle, t->offset, t->dtype, moe_tensor_count(t));
-}
-
 moe_status moe_tensor_fill(moe_queue *q, const moe_tensor *t, double value)
 {
   MOE__TRY(check_float("moe_tensor_fill", q, t, value));
   struct moe__args_elt_map args = { .dtype = t->dtype == MOE_F64 ? MOE_F64 : MOE_F32,
-                                    .y = flat(t),
+                                    .y = moe__flatten(*t),
                                     .op = MOE__ELT_FILL,
                                     .n = moe_tensor_count(t),
                                     .alpha = value };
@@ -52,7 +47,7 @@ moe_status moe_tensor_normal(moe_queue *q, const moe_tensor *t, uint64_t seed, i
   if (stream < 0 || stream > INT32_MAX)
     return moe__fail(MOE_ERR_INVALID, "%s: stream %lld outside 0..2^31-1", fn, (long long)stream);
   struct moe__args_elt_normal args = { .dtype = t->dtype == MOE_F64 ? MOE_F64 : MOE_F32,
-                                       .y = flat(t),
+                                       .y = moe__flatten(*t),
                                        .n = moe_tensor_count(t),
                                        .seed = (int64_t)seed,
                                        .stream = stream,
