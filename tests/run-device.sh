@@ -75,9 +75,9 @@ fi
 
 if test -n "$demo"; then
   data=`LC_ALL=C; for file in "$pack"/text/*; do echo "--data $file"; done`
-  for device in cuda opencl:gpu opencl:cpu; do
-    step demo-`echo $device | tr : -` ./train_lm --device $device $data $DEMO_ARGS
-    tail -n 12 "$logs/demo-`echo $device | tr : -`.log"
+  for device in `echo "$MOE_TEST_REQUIRE" | tr , ' '`; do
+    name=demo-`echo $device | tr : -`
+    step $name ./train_lm --device $device $data $DEMO_ARGS && tail -n 12 "$logs/$name.log"
   done
 fi
 
