@@ -10,8 +10,8 @@
 
 enum { THREADS = 8, ROUNDS = 20 };
 
-static moe_context *ctx;
-static int real; /* a device that computes */
+static moe_context *ctx, *other; /* other: of a second device, where there is one */
+static int real;                 /* a device that computes */
 
 static int open_context(void **state)
 {
@@ -21,18 +21,27 @@ static int open_context(void **state)
   real = moe_context_create(&ctx, &desc) == MOE_OK;
   fake_reset();
   if (!real) ctx = fake_open();
+  moe_device_info first = moe_device_info_init(), info = first;
+  if (real && moe_context_info(ctx, &first) == MOE_OK)
+    for (int64_t i = 0; !other && moe_device_list(&info, i) == MOE_OK; i++)
+      if (info.kind == MOE_DEVICE_CPU && strcmp(info.id, first.id)) {
+        desc.device = info.id;
+        if (moe_context_create(&other, &desc)) other = NULL;
+      }
   return ctx == NULL;
 }
 static int close_context(void **state)
 {
   (void)state;
   moe_context_free(ctx);
+  moe_context_free(other);
   return 0;
 }
 
 /* Lets `run` loose in n threads at once; fails with the first text that one leaves in its job. */
 struct job {
   int number, rounds;
+  moe_context *on; /* NULL: ctx */
   pthread_barrier_t *start;
   char failure[512];
   moe_layer *layer;     /* shared by nobody */
@@ -70,15 +79,16 @@ static void run_all(struct job *jobs, int n, void *(*run)(void *))
 static void *train(void *arg)
 {
   struct job *job = arg;
+  moe_context *on = job->on ? job->on : ctx;
   struct small s;
   moe_queue *q;
   float x[SMALL_T * SMALL_D];
   unsigned char *now = calloc(1, COMPARED);
   small_options(&s, MOE_F32);
   for (int i = 0; i < SMALL_T * SMALL_D; i++) x[i] = (float)((i * 7 + job->number * 13) % 11) / 8 - 0.5f;
-  JOB_OK(job, moe_queue_create(&q, ctx));
-  JOB_OK(job, small_memory(&s, ctx, q));
-  JOB_OK(job, moe_layer_create(&job->layer, ctx, &s.layer_desc));
+  JOB_OK(job, moe_queue_create(&q, on));
+  JOB_OK(job, small_memory(&s, on, q));
+  JOB_OK(job, moe_layer_create(&job->layer, on, &s.layer_desc));
   s.layer_io.mask.handle = NULL;
   moe_span in = { s.io.x.handle, s.io.x.offset, sizeof x }, dy = { s.grads.dy.handle, s.grads.dy.offset, sizeof x };
   moe_span y = { s.io.y.handle, s.io.y.offset, sizeof x };
@@ -234,13 +244,43 @@ static void each_thread_has_its_own_error(void **state)
   assert_string_equal(moe_last_error(), "moe_queue_wait: queue is NULL");
 }
 
+/* A thread on each of two devices: the same bits, and what belongs to one is refused by the other. */
+static void two_devices_in_one_process(void **state)
+{
+  struct job jobs[2] = { { .rounds = ROUNDS }, { .rounds = ROUNDS } }, again[2] = { { .rounds = 1 }, { .rounds = 1 } };
+  moe_queue *here, *there;
+  moe_layer *layer;
+  struct small s;
+  (void)state;
+  if (!other) skip();
+  jobs[1].on = other;
+  again[0].on = other;
+  run_all(jobs, 2, train);
+  run_all(again, 2, train); /* the devices exchanged */
+  for (int i = 0; i < 2; i++) {
+    assert_memory_equal(jobs[i].bytes, again[i].bytes, COMPARED);
+    free(jobs[i].bytes);
+    free(again[i].bytes);
+  }
+  OK(moe_queue_create(&here, ctx));
+  OK(moe_queue_create(&there, other));
+  small_options(&s, MOE_F32);
+  OK(small_memory(&s, ctx, here));
+  OK(moe_layer_create(&layer, ctx, &s.layer_desc));
+  assert_int_equal(moe_layer_forward(layer, there, &s.layer_io, &s.layer_state), MOE_ERR_INVALID);
+  moe_layer_free(layer);
+  small_free(&s);
+  moe_queue_free(there);
+  moe_queue_free(here);
+}
+
 int main(void)
 {
   const struct CMUnitTest tests[] = {
-    cmocka_unit_test(many_threads_create_and_free),
-    cmocka_unit_test(two_threads_with_a_queue_each),
-    cmocka_unit_test(the_context_closes_once),
-    cmocka_unit_test(each_thread_has_its_own_error),
+    cmocka_unit_test(many_threads_create_and_free), cmocka_unit_test(two_threads_with_a_queue_each),
+    cmocka_unit_test(the_context_closes_once),      cmocka_unit_test(each_thread_has_its_own_error),
+    cmocka_unit_test(two_devices_in_one_process),
   };
+  setenv("POCL_DEVICES", "pthread pthread cpu cpu", 0); /* PoCL: two devices; by their names up to 3.1, and from 4.0 */
   return cmocka_run_group_tests(tests, open_context, close_context) ? 1 : 0;
 }
