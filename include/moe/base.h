@@ -29,7 +29,7 @@ MOE_API uint32_t moe_version(void);
 /* "0.1.0"; a static string. */
 MOE_API const char *moe_version_string(void);
 
-/* Structs that may grow begin with `uint64_t size`, hold 8-byte members only, and are made by their
+/* Structs that may grow begin with `uint64_t size`, hold members whose sizes are multiples of 8, and are made by their
    `_init()`, which zeroes them and stamps the size the caller was compiled with.  In a member added
    later, zero means what the library did before it was there.  An input struct whose unknown tail is
    not zero is refused with MOE_ERR_VERSION; an output struct is written up to the smaller size. */

@@ -59,7 +59,7 @@ MOE_API MOE_CHECKED moe_status moe_device_list(moe_device_info *out, int64_t ind
 MOE_API const char *moe_backend_reason(const char *backend);
 
 MOE_API MOE_CHECKED moe_status moe_queue_create(moe_queue **out, moe_context *ctx);
-/* NULL is fine.  Waits for nothing: the caller waits first, or the runtime keeps what it needs. */
+/* NULL is fine.  Blocks until the work of the queue is done. */
 MOE_API void moe_queue_free(moe_queue *queue);
 /* Blocks until all work enqueued so far is done.  Reports asynchronous faults of earlier work
    (MOE_ERR_BACKEND, with the op's name where it is known) and then the health word (MOE_ERR_DATA; the

@@ -27,6 +27,7 @@ MOE_INIT(moe_tape_desc)
 
 /* desc may be NULL.  All work of the tape goes to `queue`, which must outlive it. */
 MOE_API MOE_CHECKED moe_status moe_tape_create(moe_tape **out, moe_queue *queue, const moe_tape_desc *desc);
+/* NULL is fine.  Blocks until the work of its queue is done. */
 MOE_API void moe_tape_free(moe_tape *tape);
 /* Forgets all values and the error; keeps the memory.  Does not wait: the memory is reused in queue order. */
 MOE_API void moe_tape_reset(moe_tape *tape);

@@ -286,7 +286,7 @@ struct moe__args_ggemm_wgrad {
   int64_t R, E, M, N, split, pdiv, qdiv, accumulate;
 };
 /* c[e,n] (+)= sum over rows r of e of w[map(r) or r] * p[map(r)/div,n] (w = 1 where not given), in
-   ascending row order in fixed chunks. */
+   a fixed shape. */
 struct moe__args_ggemm_colsum {
   int64_t dtype;
   moe_tensor c[2];    /* [E,N] out float; halves where split (columns) */

@@ -60,8 +60,6 @@ struct moe__queue_be; /* a backend's own queue */
 struct moe__dev_info {
   moe_device_info pub;
   int vector_width; /* floats in a native vector (OpenCL CPU), else 1 */
-  int max_local;    /* largest work-group */
-  int inline_ptx;   /* 1: kernels may hold inline PTX (CUDA, NVIDIA's OpenCL) */
   int reduce_local; /* work-group size for reductions: fixed per device; 1 on CPUs, else a power of two <= 256 */
 };
 
@@ -137,8 +135,7 @@ moe_status moe__launch(moe_queue *q, const struct moe__kernel *k, int64_t dtype,
 #define LAUNCH(q, k, dtype, gx, gy, gz, local, ...)                                                                    \
   moe__launch(q, k, dtype, gx, gy, gz, local, (const struct moe__karg[]){ __VA_ARGS__ },                               \
               (int)(sizeof((const struct moe__karg[]){ __VA_ARGS__ }) / sizeof(struct moe__karg)))
-/* Work-group size for maps over `n` items: reduce_local on GPUs; fewer, larger items are the kernels'
-   business (they step by the global size). */
+/* Work-group size for maps: 16 on CPUs, 256 elsewhere (kernels step by the global size). */
 int moe__map_local(const moe_queue *q);
 /* Groups for a map over n items with that local size, at most what fills the device (kernels step). */
 int64_t moe__map_groups(const moe_queue *q, int64_t n);
@@ -157,7 +154,8 @@ enum { MOE__PORTABLE = 1, MOE__TENSOR = 2, MOE__TOTAL = 4 };
 
 /* For each op: a list of these, best first.  `can` returns MOE_OK or MOE_ERR_UNSUPPORTED with the reason;
    it looks at args (shapes, strides, dtypes, alignment of handle and offset) and device facts only, and with all
-   counts 0 (at create) answers whether it may serve some count.  `run` enqueues.  `program`: which program must be ready ("" none). */
+   counts 0 (at create) answers whether it may serve some count.  `run` enqueues.  `program`: which program must be
+   ready ("" none). */
 #define OP(name, family)                                                                                               \
   struct moe__impl_##name {                                                                                            \
     const char *id; /* "gemm:cpu" */                                                                                   \

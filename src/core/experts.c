@@ -32,9 +32,8 @@ struct work {
   moe_tensor da, dh, aw, dx_rows, dweights; /* backward */
 };
 
-static int64_t bias_only(const moe_experts *e, int64_t wanted)
+static int64_t bias_only(int64_t wanted)
 {
-  (void)e;
   return wanted && !(wanted & ~(int64_t)MOE_GRAD_DOWN_BIAS);
 }
 
@@ -54,7 +53,7 @@ static void lay_forward(const moe_experts *e, int64_t T, int64_t wanted, struct 
                         struct moe__arena *scratch, struct kept *k, struct work *w)
 {
   int64_t R = T * e->K;
-  int keeps_h = wanted && !bias_only(e, wanted);
+  int keeps_h = wanted && !bias_only(wanted);
   lay_kept(e, T, keeps_h, wanted ? saved : scratch, k);
   if (!keeps_h) k->h = moe__arena_matrix(scratch, e->dtype, R, e->H);
   w->a = moe__arena_matrix(scratch, e->dtype, R, e->F);
@@ -65,7 +64,7 @@ static void lay_forward(const moe_experts *e, int64_t T, int64_t wanted, struct 
 static void lay_backward(const moe_experts *e, int64_t T, int64_t wanted, struct moe__arena *scratch, struct work *w)
 {
   int64_t R = T * e->K;
-  if (bias_only(e, wanted)) return;
+  if (bias_only(wanted)) return;
   w->da = moe__arena_matrix(scratch, e->dtype, R, e->F);
   w->dh = moe__arena_matrix(scratch, e->dtype, R, e->H);
   if (wanted & MOE_GRAD_DOWN) w->aw = moe__arena_matrix(scratch, e->dtype, R, e->F);
@@ -113,7 +112,7 @@ static moe_status walk_backward(struct moe__walk *w, const moe_experts *e, int64
     STEP(w, "backward down bias", ggemm_colsum, how, .dtype = e->dtype, .c = { g->ddown_bias }, .p = g->dy,
          .weights = moe__flatten(k->weights), .offs = k->offs, .map = k->row2slot, .R = R, .E = E, .N = D, .div = e->K,
          .accumulate = g->accumulate);
-  if (bias_only(e, wanted)) return MOE_OK;
+  if (bias_only(wanted)) return MOE_OK;
 
   STEP(w, "backward through down", ggemm_rows, how, .dtype = e->dtype, .c = s->da, .a = g->dy,
        .b = { moe__swapped(io->down, 1, 2) }, .offs = k->offs, .map = k->row2slot, .R = R, .E = E, .N = F, .K = D,
@@ -438,7 +437,9 @@ moe_status moe__experts_forward(moe_experts *e, moe_queue *q, const moe_experts_
   own.logits = io.logits;
   own.saved = io.saved;
   if (state) MOE__TRY(moe__struct_out(state, &own, 8, fn, "state")); /* refuse a bad struct before anything runs */
-  struct moe__walk w = { .mode = MOE__RUN, .ctx = e->ctx, .q = q };
+  struct moe__walk w = { .mode = MOE__CHECK, .ctx = e->ctx, .q = q };
+  if (e->forward_strategy == MOE_TENSOR) MOE__TRY(walk_forward(&w, e, T, &io, add, &k, &s));
+  w.mode = MOE__RUN;
   MOE__TRY(walk_forward(&w, e, T, &io, add, &k, &s));
   MOE__TRY(e->ctx->be->flush(q->be));
   return state ? moe__struct_out(state, &own, sizeof own, fn, "state") : MOE_OK;
@@ -471,7 +472,7 @@ static moe_status kept_of(struct kept *k, const moe_state *given, moe_state *own
   struct moe__arena saved = moe__arena_over(own->saved);
   memset(k, 0, sizeof *k);
   if (!own->wanted) return moe__fail(MOE_ERR_NO_DERIVATIVE, "%s: the forward kept nothing", fn);
-  lay_kept(own->experts, own->tokens, !bias_only(own->experts, own->wanted), &saved, k);
+  lay_kept(own->experts, own->tokens, !bias_only(own->wanted), &saved, k);
   return MOE_OK;
 }
 
@@ -533,7 +534,9 @@ moe_status moe__experts_backward(moe_experts *e, moe_queue *q, const moe_state *
   struct moe__arena scratch = moe__arena_over(io.scratch);
   lay_backward(e, T, wanted, &scratch, &s);
   MOE__TRY(moe__arena_check(&scratch, fn, "scratch"));
-  struct moe__walk w = { .mode = MOE__RUN, .ctx = e->ctx, .q = q };
+  struct moe__walk w = { .mode = MOE__CHECK, .ctx = e->ctx, .q = q };
+  if (e->backward_strategy == MOE_TENSOR) MOE__TRY(walk_backward(&w, e, T, wanted, &state, &io, &g, add, &k, &s));
+  w.mode = MOE__RUN;
   MOE__TRY(walk_backward(&w, e, T, wanted, &state, &io, &g, add, &k, &s));
   return e->ctx->be->flush(q->be);
 }

@@ -1,5 +1,6 @@
-/* walk.h - one description of an object's steps, walked three ways: to prepare every kernel (create), to
-   say which implementation each step gets (explain), and to run.  So the three cannot disagree. */
+/* walk.h - one description of an object's steps, walked four ways: to prepare every kernel (create), to
+   say which implementation each step gets (explain), to refuse tensors that a demanded kind of kernel cannot
+   take (before anything runs), and to run.  So they cannot disagree. */
 #ifndef MOE_CORE_WALK_H
 #define MOE_CORE_WALK_H
 
@@ -8,7 +9,7 @@
 #include <moe/experts.h>
 
 struct moe__walk {
-  enum { MOE__PREPARE, MOE__EXPLAIN, MOE__RUN } mode;
+  enum { MOE__PREPARE, MOE__EXPLAIN, MOE__CHECK, MOE__RUN } mode;
   moe_context *ctx;
   moe_queue *q; /* RUN */
   char *text;   /* EXPLAIN: where lines go, `room` bytes; `used` counts all, written or not */
@@ -29,7 +30,8 @@ void *moe__placeholder(void);
     else {                                                                                                             \
       struct moe__why why_ = { "" };                                                                                   \
       const struct moe__impl_##op *impl_ = moe__pick_##op((w)->ctx, &args_, strategy, &why_);                          \
-      moe__walk_line(w, label, impl_ ? impl_->id : "none", why_.text);                                                 \
+      if ((w)->mode == MOE__EXPLAIN) moe__walk_line(w, label, impl_ ? impl_->id : "none", why_.text);                  \
+      else if (!impl_) return moe__fail(MOE_ERR_INVALID, "%s: %s", label, why_.text);                                  \
     }                                                                                                                  \
   } while (0)
 

@@ -237,8 +237,6 @@ static moe_status cuda_open(struct moe__dev **out, const struct moe__open *how)
     return status;
   }
   dev->info.vector_width = 1;
-  dev->info.max_local = 1024;
-  dev->info.inline_ptx = 1;
   dev->info.reduce_local = 256;
   pthread_mutex_init(&dev->lock, NULL);
   *out = dev;

@@ -1,14 +1,11 @@
 /* opencl_c.cuh - lets nvcc compile the portable kernels: the part of OpenCL C 1.2 that they use, in CUDA.
    Included before common.clh, which defines the rest for both languages.
 
-   CUDA itself has exp, log, log1p, expm1, sqrt, rsqrt, tanh, erf, erfc, fma, fabs, fmin, fmax, floor, rint, pow,
-   cos, min, max, isnan, NAN, INFINITY and the vector types with their x, y, z, w, all with OpenCL's meaning for
+   CUDA itself has exp, log, log1p, expm1, sqrt, erfc, fma, fabs, fmax, cos, min, max, NAN, INFINITY and the vector
+   types with their x, y, z, w, all with OpenCL's meaning for
    float, double and the integers (not for NaN: see common.clh).  There are no vector operators or literals. */
 #ifndef MOE_OPENCL_C_CUH
 #define MOE_OPENCL_C_CUH
-
-#include <float.h>
-#include <limits.h>
 
 #define MOE_CUDA 1
 
@@ -20,7 +17,6 @@ typedef unsigned short half; /* storage only: vload_half and vstore_half_rte */
 
 #define GLOBAL
 #define LOCAL
-#define CONSTANT_ARRAY(type, name) __constant__ type name
 #define KERNEL(name) extern "C" __global__ void name
 #define FN static __device__ __forceinline__
 #define LOCAL_ARRAY(type, name, n) __shared__ type name[n]
@@ -34,10 +30,8 @@ typedef unsigned short half; /* storage only: vload_half and vstore_half_rte */
 #define UNROLL _Pragma("unroll")
 #define ATOMIC_OR(p, v) atomicOr((int *)(p), v)
 #define LOCAL_SIZE(n) __launch_bounds__(n, 2) /* two groups in a multiprocessor: 3 to 5% in GEMM */
-#define AS_INT(x) __float_as_int(x)
 #define AS_UINT(x) __float_as_uint(x)
 #define AS_FLOAT(x) __uint_as_float(x)
-#define restrict __restrict__
 
 FN float vload_half(long i, const half *p)
 {
@@ -51,29 +45,14 @@ FN void vstore_half_rte(float f, long i, half *p)
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
   p[i] = h;
 }
-FN uint mul_hi(uint a, uint b)
-{
-  return __umulhi(a, b);
-}
-FN int popcount(uint x)
-{
-  return __popc(x);
-}
-FN int clz(uint x)
-{
-  return __clz((int)x);
-}
+
 FN int as_int(float f)
 {
   return __float_as_int(f);
 }
-FN uint as_uint(float f)
+FN float as_float(int i)
 {
-  return __float_as_uint(f);
-}
-FN float as_float(uint u)
-{
-  return __uint_as_float(u);
+  return __int_as_float(i);
 }
 FN long as_long(double d)
 {
@@ -83,26 +62,8 @@ FN double as_double(long l)
 {
   return __longlong_as_double(l);
 }
-template <typename T> static __device__ __forceinline__ T mad(T a, T b, T c)
-{
-  return a * b + c;
-}
-template <typename T> static __device__ __forceinline__ T clamp(T x, T low, T high)
-{
-  return x < low ? low : x > high ? high : x;
-}
 
-/* On int and uint, in global and local memory. */
-#define atomic_add(p, v) atomicAdd(p, v)
-#define atomic_sub(p, v) atomicSub(p, v)
+/* On int, in global and local memory. */
 #define atomic_inc(p) atomicAdd(p, 1)
-#define atomic_dec(p) atomicSub(p, 1)
-#define atomic_xchg(p, v) atomicExch(p, v)
-#define atomic_cmpxchg(p, old, v) atomicCAS(p, old, v)
-#define atomic_min(p, v) atomicMin(p, v)
-#define atomic_max(p, v) atomicMax(p, v)
-#define atomic_and(p, v) atomicAnd(p, v)
-#define atomic_or(p, v) atomicOr(p, v)
-#define atomic_xor(p, v) atomicXor(p, v)
 
 #endif

@@ -293,23 +293,6 @@ static moe_status pick_lent(struct found *out, const struct list *list, cl_conte
   return usable(out);
 }
 
-/* NVIDIA's compiler takes inline PTX; a driver that does not is known by a build. */
-static int takes_ptx(const struct moe__dev *dev)
-{
-  const char *text =
-      "__kernel void probe(__global uint *x) { asm volatile(\"mov.u32 %0, %1;\" : \"=r\"(x[0]) : \"r\"(x[1])); }";
-  char vendor[256];
-  cl_program program;
-  cl_int code;
-  platform_text(dev->device, CL_PLATFORM_VENDOR, vendor, sizeof vendor);
-  if (!strstr(vendor, "NVIDIA")) return 0;
-  program = moe__cl_made(moe__cl.clCreateProgramWithSource(dev->context, 1, &text, NULL, &code));
-  if (!program) return 0;
-  code = moe__cl.clBuildProgram(program, 1, &dev->device, "-cl-std=CL1.2", NULL, NULL);
-  moe__cl_drop(Program, program);
-  return code == CL_SUCCESS;
-}
-
 static void opencl_close(struct moe__dev *dev)
 {
   struct program *p = dev->programs, *next;
@@ -345,9 +328,7 @@ static moe_status open_found(struct moe__dev **out, const struct found *f, const
   }
   dev->info.vector_width = cpu ? (int)device_number(f->device, CL_DEVICE_NATIVE_VECTOR_WIDTH_FLOAT) : 1;
   if (dev->info.vector_width < 1) dev->info.vector_width = 1;
-  dev->info.max_local = (int)device_number(f->device, CL_DEVICE_MAX_WORK_GROUP_SIZE);
   dev->info.reduce_local = cpu ? 1 : 256;
-  dev->info.inline_ptx = takes_ptx(dev);
   *out = dev;
   return MOE_OK;
 }

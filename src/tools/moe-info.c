@@ -41,7 +41,8 @@ static void print_device(const moe_device_info *info)
   printf(" in one allocation; local ");
   print_size(info->local_memory);
   printf("\n  types     %sf32 bf16 f16%s\n", info->fp64 ? "f64 " : "", info->fp64 ? "" : " (no double precision)");
-  printf("  kernels   portable%s\n", info->tensor ? ", matrix units" : "");
+  printf("  kernels   portable%s%s\n", info->tensor ? ", matrix units" : "",
+         info->kind == MOE_DEVICE_CPU ? ", tuned for CPUs" : "");
   if (moe_context_create(&ctx, &desc) == MOE_OK) printf("  status    ready\n");
   else printf("  status    does not open: %s\n", moe_last_error());
   moe_context_free(ctx);

@@ -70,7 +70,6 @@ static moe_status fake_dev_open(struct moe__dev **out, const struct moe__open *h
   info->pub.compute_units = 2;
   info->pub.fp64 = !fake.no_fp64;
   info->vector_width = info->reduce_local = 1;
-  info->max_local = 256;
   fake.devices++;
   return MOE_OK;
 }

@@ -12,8 +12,9 @@
 #define SIGMOID 5
 
 /* y[n] = op(a, b), see moe__args_elt_map.  An item takes runs of chunks, each access is 16 bytes of storage;
-   each operand is moved once.  y may be a or b: a chunk is read before it is written.  The types are uniform run-time arguments, so the
-   tests on them cost a predicted branch a chunk; one kernel per combination of types was not kept. */
+   each operand is moved once.  y may be a or b: a chunk is read before it is written.  The types are uniform
+   run-time arguments, so the tests on them cost a predicted branch a chunk; one kernel per combination of types was
+   not kept. */
 KERNEL(elt_map)(TENSOR(uchar, y), int ydt, TENSOR(const uchar, a), int adt, TENSOR(const uchar, b), int bdt,
                 TENSOR(const REAL, scale), int op, long n, int run, REAL alpha)
 {

@@ -34,8 +34,8 @@ KERNEL(gather_rows)(TENSOR(ST, y), long y_row, long y_col, TENSOR(const ST, x), 
 }
 
 /* y[t,:] = add[t,:] + sum_k w[t,k] rows[slot2row[t,k],:], k ascending, in REAL, rounded once.  A slot without a
-   row adds 0, or NaN where its weight is not finite; without slot2row slot s is row s.  Each token gathers its own rows: scattering rows into
-   tokens needs float atomics, is not deterministic, and was 20 times slower on a CPU.  `add` may be y: an
+   row adds 0, or NaN where its weight is not finite; without slot2row slot s is row s.  Each token gathers its own
+   rows: scattering rows into tokens needs float atomics, is not deterministic, and was 20 times slower on a CPU.  `add` may be y: an
    item reads its chunk before it writes it.  Bytes: K rows (and add) in, one row out. */
 KERNEL(combine)(TENSOR(ST, y), long y_row, long y_col, TENSOR(const ST, rows), long r_row, long r_col,
                 TENSOR(const REAL, weights), TENSOR(const int, slot2row), TENSOR(const ST, add), long a_row,
