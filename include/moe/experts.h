@@ -204,7 +204,7 @@ MOE_API MOE_CHECKED moe_status moe_experts_route_weights(moe_tensor *weights, co
 typedef struct moe_experts_grads {
   uint64_t size;
   moe_tensor dy;                /* [T,D] in */
-  moe_tensor dx;                /* [T,D] out, overwritten */
+  moe_tensor dx;                /* [T,D] out, overwritten; overlaps neither x nor dy */
   moe_tensor dlogits;           /* [T,E] out, overwritten; the logits' dtype or FP32 */
   moe_tensor dgate, dup, ddown; /* out, weight_grad_dtype, any strides */
   moe_tensor dgate_bias, dup_bias, ddown_bias;

@@ -76,7 +76,7 @@ MOE_API MOE_CHECKED moe_status moe_layer_init(moe_layer *layer, moe_queue *queue
 typedef struct moe_layer_io {
   uint64_t size;
   moe_tensor x, y;      /* [T,D] in, out (forward) */
-  moe_tensor dy, dx;    /* [T,D] in, out (backward); dx may be absent: not computed */
+  moe_tensor dy, dx;    /* [T,D] in, out (backward); dx may be absent: not computed.  No output overlaps an input */
   moe_tensor ids;       /* [T,K] in, I32, packed: replay of these choices */
   moe_tensor mask;      /* [T] in, U8: 0 leaves the token out of the losses and counts (it is still routed) */
   moe_tensor aux_scale; /* [1] in, FP32 (FP64): multiplies the losses' gradients, as the main loss is scaled */

@@ -343,7 +343,7 @@ struct moe__args_sqnorm {
   int64_t n, accumulate;
 };
 /* norm = sqrt(sq[0]) * inv;  y[0] = inv * (max_norm > 0 and norm > max_norm ? max_norm/norm : 1), y[1] = norm;
-   inv = 1/loss_scale[0] (1 where not given).  Where norm is not finite: y[0] = -1 (adamw skips) and
+   inv = 1/loss_scale[0] (1 where not given).  Where norm is not finite or inv is not positive: y[0] = -1 (adamw skips) and
    MOE_HEALTH_OVERFLOW. */
 struct moe__args_clip {
   int64_t dtype;
@@ -354,7 +354,8 @@ struct moe__args_clip {
   double max_norm;
 };
 /* step[0] += 1 (not where gscale[0] is given and adamw skips for it); lr[0] by warm-up and cosine:
-   t < warmup: peak*t/warmup;  else floor + (peak-floor)*(1+cos(pi*min(1,(t-warmup)/(total-warmup))))/2. */
+   t < warmup: peak*t/warmup;  else floor + (peak-floor)*(1+cos(pi*min(1,(t-warmup)/(total-warmup))))/2;
+   total 0: peak after the warm-up. */
 struct moe__args_lr_step {
   int64_t dtype;
   moe_tensor lr;     /* [1] out REAL */

@@ -417,6 +417,7 @@ moe_status moe__experts_forward(moe_experts *e, moe_queue *q, const moe_experts_
   MOE__TRY(WANT(fn, io.x, e->dtype, T, e->D));
   MOE__TRY(WANT(fn, io.logits, e->logits_dtype, T, e->E));
   MOE__TRY(WANT_OUT(fn, io.y, e->dtype, T, e->D));
+  MOE__TRY(moe__apart(fn, "y", &io.y, "x", &io.x));
   MOE__TRY(moe__check_bias(&io.correction_bias, &e->select, e->softmax_bias, e->E, e->real, fn));
   if (io.ids.handle) {
     MOE__TRY(WANT(fn, io.ids, MOE_I32, T, e->K));
@@ -517,7 +518,11 @@ moe_status moe__experts_backward(moe_experts *e, moe_queue *q, const moe_state *
   int64_t T = state.tokens, E = e->E, D = e->D, F = e->F;
   MOE__TRY(check_model(fn, e, &io));
   MOE__TRY(WANT(fn, g.dy, e->dtype, T, D));
-  if (wanted & MOE_GRAD_INPUT) MOE__TRY(WANT_OUT(fn, g.dx, e->dtype, T, D));
+  if (wanted & MOE_GRAD_INPUT) {
+    MOE__TRY(WANT_OUT(fn, g.dx, e->dtype, T, D));
+    MOE__TRY(moe__apart(fn, "dx", &g.dx, "x", &state.x));
+    MOE__TRY(moe__apart(fn, "dx", &g.dx, "dy", &g.dy));
+  }
   if (wanted & MOE_GRAD_LOGITS) {
     if (g.dlogits.dtype != e->logits_dtype && g.dlogits.dtype != e->real && g.dlogits.handle)
       return moe__fail(MOE_ERR_INVALID, "%s: dlogits is %s, %s or %s is wanted", fn, moe_dtype_name(g.dlogits.dtype),

@@ -544,6 +544,7 @@ static moe_status forward(moe_layer *l, moe_queue *q, const moe_layer_io *given,
   MOE__TRY(check_tokens(fn, l, T, S));
   MOE__TRY(WANT(fn, io.x, l->dtype, T, l->D));
   MOE__TRY(WANT_OUT(fn, io.y, l->dtype, T, l->D));
+  MOE__TRY(moe__apart(fn, "y", &io.y, "x", &io.x));
   if (io.mask.handle) {
     MOE__TRY(WANT(fn, io.mask, MOE_U8, T));
     if (!moe_tensor_is_packed(&io.mask)) return moe__fail(MOE_ERR_INVALID, "%s: mask is not packed", fn);
@@ -725,6 +726,8 @@ moe_status moe_layer_backward(moe_layer *l, moe_queue *q, const moe_layer_state 
   int64_t T = own.tokens, S = own.sequences;
   MOE__TRY(WANT(fn, io.dy, l->dtype, T, l->D));
   if (io.dx.handle) MOE__TRY(WANT_OUT(fn, io.dx, l->dtype, T, l->D));
+  MOE__TRY(moe__apart(fn, "dx", &io.dx, "x", &own.x));
+  MOE__TRY(moe__apart(fn, "dx", &io.dx, "dy", &io.dy));
   if (io.aux_scale.handle) MOE__TRY(WANT(fn, io.aux_scale, l->real, 1));
   struct moe__arena pa = moe__arena_over(io.params), ga = moe__arena_over(io.grads),
                     scratch = moe__arena_over(io.scratch);

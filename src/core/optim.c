@@ -36,7 +36,7 @@ static void lay(moe_adamw *o, struct moe__arena *a)
     it->m = moe__arena_flat(a, o->desc.dtype, n);
     it->v = moe__arena_flat(a, o->desc.dtype, n);
     memset(&it->master, 0, sizeof it->master);
-    if (it->p.dtype == MOE_BF16 || it->p.dtype == MOE_F16) it->master = moe__arena_flat(a, o->desc.dtype, n);
+    if (it->p.dtype == MOE_BF16 || it->p.dtype == MOE_F16) it->master = moe__arena_flat(a, MOE_F32, n);
   }
 }
 
@@ -185,10 +185,9 @@ moe_status moe_adamw_bind(moe_adamw *o, moe_queue *q, moe_span state)
   struct moe__arena a = moe__arena_over(state);
   MOE__TRY(check_objects(fn, o, q));
   MOE__TRY(moe_adamw_measure(&bytes, o));
-  if (state.bytes < bytes || !state.handle || state.offset % 16)
-    return moe__fail(MOE_ERR_TOO_SMALL, "%s: state has %llu bytes at offset %llu, wanted %llu at a multiple of 16", fn,
-                     (unsigned long long)(state.handle ? state.bytes : 0), (unsigned long long)state.offset,
-                     (unsigned long long)bytes);
+  a.used = bytes;
+  MOE__TRY(moe__arena_check(&a, fn, "state"));
+  a.used = 0;
   lay(o, &a);
   MOE__TRY(o->ctx->be->fill(q->be, state, 0, bytes));
   struct moe__walk w = { .mode = MOE__RUN, .ctx = o->ctx, .q = q };

@@ -2,6 +2,7 @@
    rules in reverse.  Rules of primitive operations are written in the tape's own operations, so that with
    MOE_CREATE_GRAPH gradients are recorded like anything else; rules of fused operations launch their
    backward op and record its results under a rule that has no derivative. */
+#include "core/arena.h"
 #include "core/tensor.h"
 #include "core/walk.h"
 
@@ -205,7 +206,7 @@ moe_status moe_tape_create(moe_tape **out, moe_queue *q, const moe_tape_desc *gi
   if (!t) return moe__fail(MOE_ERR_NO_MEMORY, "%s: no host memory", fn);
   t->q = q;
   t->block_bytes = desc.block ? desc.block : DEFAULT_BLOCK;
-  t->generation = 1;
+  t->generation = ((uintptr_t)t >> 4 & 0xffffffffu) | 1; /* values of other tapes are not taken for ours */
   t->recording = 1;
   moe__context_ref(q->ctx);
   *out = t;
@@ -688,6 +689,11 @@ moe_value moe_tape_moe_layer(moe_tape *t, moe_layer *layer, moe_value x, const m
   if (!layer) return FAIL(t, MOE_ERR_INVALID, "%s: layer is NULL", fn);
   if (tx.rank != 2) return FAIL(t, MOE_ERR_INVALID, "%s: x has rank %d, 2 is wanted", fn, tx.rank);
   fail(t, moe_layer_measure(&bytes, layer, tx.shape[0], n.options.sequences));
+  if (n.options.grads.handle && !t->status) {
+    struct moe__arena grads = moe__arena_over(n.options.grads);
+    grads.used = bytes.grads;
+    fail(t, moe__arena_check(&grads, fn, "grads"));
+  }
   moe_tensor y = fresh(t, tx.dtype, 2, tx.shape);
   io.x = tx;
   io.y = y;

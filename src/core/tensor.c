@@ -42,7 +42,9 @@ moe_status moe_tensor_packed(moe_tensor *out, moe_span at, int64_t dtype, int64_
   moe_tensor t;
   int64_t count = 1, bytes;
   uint64_t size = moe_dtype_size(dtype);
+  int64_t dims[MOE_RANK_MAX] = { 0 }; /* shape may lie in *out */
   if (!out) return moe__fail(MOE_ERR_INVALID, "%s: out is NULL", fn);
+  if (shape && rank > 0 && rank <= MOE_RANK_MAX) memcpy(dims, shape, (size_t)rank * sizeof *dims);
   memset(out, 0, sizeof *out);
   memset(&t, 0, sizeof t);
   if (!size) return moe__fail(MOE_ERR_INVALID, "%s: dtype %lld is none", fn, (long long)dtype);
@@ -52,11 +54,10 @@ moe_status moe_tensor_packed(moe_tensor *out, moe_span at, int64_t dtype, int64_
     return moe__fail(MOE_ERR_INVALID, "%s: offset %llu is no multiple of %s's %llu bytes", fn,
                      (unsigned long long)at.offset, moe_dtype_name(dtype), (unsigned long long)size);
   for (int64_t d = rank - 1; d >= 0; d--) {
-    t.shape[d] = shape[d];
+    t.shape[d] = dims[d];
     t.stride[d] = count;
-    if (shape[d] < 0)
-      return moe__fail(MOE_ERR_INVALID, "%s: shape[%lld] is %lld", fn, (long long)d, (long long)shape[d]);
-    if (moe__mul(&count, count, shape[d] ? shape[d] : 1))
+    if (dims[d] < 0) return moe__fail(MOE_ERR_INVALID, "%s: shape[%lld] is %lld", fn, (long long)d, (long long)dims[d]);
+    if (moe__mul(&count, count, dims[d] ? dims[d] : 1))
       return moe__fail(MOE_ERR_INVALID, "%s: more than 2^63-1 elements", fn);
   }
   if (moe__mul(&bytes, count, (int64_t)size)) return moe__fail(MOE_ERR_INVALID, "%s: more than 2^63-1 bytes", fn);
@@ -94,7 +95,7 @@ int moe_tensor_is_packed(const moe_tensor *t)
   int64_t stride = 1;
   for (int d = t->rank - 1; d >= 0; d--) {
     if (t->shape[d] != 1 && t->stride[d] != stride) return 0;
-    stride *= t->shape[d];
+    stride *= t->shape[d] ? t->shape[d] : 1; /* as moe_tensor_packed */
   }
   return 1;
 }
@@ -275,4 +276,11 @@ moe_status moe__want_out(const char *fn, const char *name, const moe_tensor *t, 
     if (t->shape[d] > 1 && t->stride[d] == 0)
       return moe__fail(MOE_ERR_INVALID, "%s: %s is written and has stride 0 in dimension %lld", fn, name, (long long)d);
   return MOE_OK;
+}
+
+moe_status moe__apart(const char *fn, const char *out_name, const moe_tensor *out, const char *in_name,
+                      const moe_tensor *in)
+{
+  if (!out->handle || out->handle != in->handle || out->offset != in->offset || !moe_tensor_count(in)) return MOE_OK;
+  return moe__fail(MOE_ERR_INVALID, "%s: %s lies where %s does, which is read after it", fn, out_name, in_name);
 }

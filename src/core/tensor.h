@@ -33,6 +33,9 @@ moe_status moe__want_out(const char *fn, const char *name, const moe_tensor *t, 
 #define WANT_OUT(fn, t, dtype, ...)                                                                                    \
   moe__want_out(fn, #t, &(t), dtype, (int64_t)(sizeof((const int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)),            \
                 (const int64_t[]){ __VA_ARGS__ })
+/* Refuses an output that begins where an input that is still needed begins. */
+moe_status moe__apart(const char *fn, const char *out_name, const moe_tensor *out, const char *in_name,
+                      const moe_tensor *in);
 /* Element i of host data; NaN for the F8 kinds. */
 double moe__to_double(const void *data, int64_t dtype, int64_t i);
 

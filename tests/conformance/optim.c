@@ -122,6 +122,7 @@ void conform_clip(struct conform *c)
     for (int i = 0; i < 6; i++) {
       clip_case(c, c_dtypes[d], squares[i], 1, 0);
       clip_case(c, c_dtypes[d], squares[i], i % 2, 1024);
+      clip_case(c, c_dtypes[d], squares[i], 1, -8);
     }
 }
 
@@ -153,6 +154,7 @@ void conform_lr_step(struct conform *c)
   for (int64_t d = 0; d < 2; d++)
     for (int i = 0; i < 10; i++) {
       rate_case(c, c_dtypes[d], steps[i], 10, 100, 0);
+      rate_case(c, c_dtypes[d], steps[i], 10, 0, 0);
       rate_case(c, c_dtypes[d], steps[i], 0, 100, i % 2 ? 0.5 : -1);
     }
 }

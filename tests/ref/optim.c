@@ -40,7 +40,7 @@ void ref_clip(num y[2], int32_t *health, num sq, const num *loss_scale, double m
   num inv = loss_scale ? n_div(n_exact(1), loss_scale[0]) : n_exact(1), top = n_real(max_norm);
   y[1] = n_mul(n_sqrt(sq), inv);
   y[0] = top.v > 0 && y[1].v > top.v ? n_mul(inv, n_div(top, y[1])) : inv;
-  if (isfinite(y[1].v)) return;
+  if (isfinite(y[1].v) && inv.v > 0) return;
   y[0] = n_exact(-1);
   y[1] = n_exact(y[1].v);
   *health |= MOE_HEALTH_OVERFLOW;
@@ -54,7 +54,7 @@ int64_t ref_lr_step(num *lr, int64_t step, const num *gscale, int64_t warmup, in
     *lr = n_div(n_mul(top, n_exact((double)step)), n_exact((double)warmup));
     return step;
   }
-  double x = (double)(step - warmup) / (double)(total - warmup);
+  double x = total ? (double)(step - warmup) / (double)(total - warmup) : 0;
   num pi = n_ulps(acos(-1), 0, 0.5), angle = n_mul(pi, x < 1 ? n_ulps(x, 0, 2.5) : n_exact(1));
   num half = n_mul(n_exact(0.5), n_add(n_exact(1), n_cos(angle)));
   *lr = n_add(low, n_mul(n_sub(top, low), half));

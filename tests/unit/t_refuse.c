@@ -634,6 +634,9 @@ static void branch_backward(void **state)
   OK(call_forward(&good));
   OK(call_backward(&good));
   REFUSES_SPOILT(tensors, call_backward);
+  REFUSED("dx lies where dy does", r.s.grads.dx = r.s.grads.dy, call_backward(&r));
+  REFUSED("dx lies where x does", r.s.grads.dx = r.s.io.x, call_backward(&r));
+  REFUSED("y lies where x does", r.s.io.y = r.s.io.x, call_forward(&r));
   REFUSED("is written and has stride 0", r.s.grads.dx.stride[0] = 0, call_backward(&r));
   REFUSED("is written and has stride 0", r.s.grads.ddown.stride[1] = 0, call_backward(&r));
   REFUSED("is written and has stride 0", r.s.io.y.stride[1] = 0, call_forward(&r));

@@ -52,7 +52,7 @@ KERNEL(adamw)(TENSOR(uchar, p), int pdt, TENSOR(float, master), TENSOR(REAL, m),
 }
 
 /* norm = sqrt(sq[0]) / loss_scale; y = {1/loss_scale, times max_norm/norm where norm > max_norm > 0; norm}.
-   A norm that is not finite: y[0] = -1 and the health bit.  One item. */
+   A norm that is not finite, or a loss_scale that is not positive: y[0] = -1 and the health bit.  One item. */
 KERNEL(clip)(TENSOR(REAL, y), TENSOR(const REAL, sq), TENSOR(const REAL, loss_scale), TENSOR(int, health),
              REAL max_norm)
 {
@@ -64,7 +64,7 @@ KERNEL(clip)(TENSOR(REAL, y), TENSOR(const REAL, sq), TENSOR(const REAL, loss_sc
   const REAL inverse = loss_scale ? R(1.0) / loss_scale[0] : R(1.0);
   const REAL norm = sqrt(sq[0]) * inverse;
   y[1] = norm;
-  if (IS_FINITE(norm)) {
+  if (IS_FINITE(norm) && inverse > R(0.0)) {
     y[0] = max_norm > R(0.0) && norm > max_norm ? inverse * (max_norm / norm) : inverse;
   } else {
     y[0] = R(-1.0);
@@ -73,7 +73,7 @@ KERNEL(clip)(TENSOR(REAL, y), TENSOR(const REAL, sq), TENSOR(const REAL, loss_sc
 }
 
 /* step[0] += 1 unless this step is skipped; lr[0] of the new step by linear warm-up, then a cosine from peak
-   to floor at `total`, then floor.  The fraction is taken in integers: t passes 2^24.  One item. */
+   to floor at `total`, then floor; total 0: peak for ever.  The fraction is taken in integers: t passes 2^24.  One item. */
 KERNEL(lr_step)(TENSOR(REAL, lr), TENSOR(long, step), TENSOR(const REAL, gscale), long warmup, long total, REAL peak,
                 REAL lowest)
 {
@@ -86,7 +86,7 @@ KERNEL(lr_step)(TENSOR(REAL, lr), TENSOR(long, step), TENSOR(const REAL, gscale)
   if (t < warmup) {
     lr[0] = peak * ((REAL)t / (REAL)warmup);
   } else {
-    const REAL done = t < total ? (REAL)(t - warmup) / (REAL)(total - warmup) : R(1.0);
+    const REAL done = total == 0 ? R(0.0) : t < total ? (REAL)(t - warmup) / (REAL)(total - warmup) : R(1.0);
     lr[0] = lowest + (peak - lowest) * (R(0.5) * (R(1.0) + cos(R(3.14159265358979323846) * done)));
   }
 }
