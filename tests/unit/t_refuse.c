@@ -985,6 +985,9 @@ static void tape(void **state)
   INVALID("params is not given", moe_tape_moe_layer(t, good.layer, x, &none, NULL));
   INVALID("x has extent 16", moe_tape_moe_layer(t, good.layer, w, &options, NULL));
   INVALID("x has rank 1", moe_tape_moe_layer(t, good.layer, ids, &options, NULL));
+  none = options;
+  none.grads.bytes = 64;
+  TAPE(MOE_ERR_TOO_SMALL, "grads has 64 bytes", moe_tape_moe_layer(t, good.layer, x, &none, NULL));
   INVALID("moe_tape_backward: of: the null value", backward_of(t, NO_VALUE, NO_VALUE, 0));
   INVALID("wanted one f32 or f64 element, got 48 of f32", backward_of(t, x, NO_VALUE, 0));
   INVALID("flags 0x4", backward_of(t, x, NO_VALUE, 4));

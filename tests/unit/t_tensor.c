@@ -62,6 +62,11 @@ static void packed(void **state)
   assert_int_equal(moe_tensor_extent(&t), 120);
   assert_true(moe_tensor_is_packed(&t));
 
+  OK(moe_tensor_packed(&t, span, MOE_F32, 2, (const int64_t[]){ 5, 0 }));
+  assert_true(moe_tensor_is_packed(&t));
+  OK(moe_tensor_packed(&t, span, MOE_F32, 2, t.shape)); /* its own shape */
+  assert_true(t.shape[0] == 5 && t.shape[1] == 0);
+
   OK(moe_tensor_packed(&t, span, MOE_F64, 0, NULL));
   assert_int_equal(moe_tensor_count(&t), 1);
   assert_int_equal(moe_tensor_extent(&t), 8);
