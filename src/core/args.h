@@ -41,6 +41,65 @@ struct moe__args_elt_sum {
 };
 #define MOE__PARTS 256 /* partial results of a two-step reduction */
 
+/* ---- nd: maps and reductions over strided tensors of rank 0 to MOE_RANK_MAX ------------------------------ */
+enum moe__nd {
+  MOE__ND_COPY, /* alpha*a: casts, scales, permutes, slices, broadcasts */
+  MOE__ND_ADD,
+  MOE__ND_SUB,
+  MOE__ND_MUL,
+  MOE__ND_DIV,
+  MOE__ND_MAX,     /* of a and b; NaN where either is */
+  MOE__ND_GREATER, /* a > b: 1, else 0; no NaN is greater or equal */
+  MOE__ND_EQUAL,
+  MOE__ND_WHERE, /* a is not 0: b, else c; a may be U8 or I32; NaN is not 0 */
+  MOE__ND_POW,   /* a^alpha; a < 0 with a whole alpha is right; x^0 = 1, of 0 and NaN too */
+  MOE__ND_EXP,
+  MOE__ND_LOG,
+  MOE__ND_SQRT,
+  MOE__ND_TANH,
+  MOE__ND_ERF,
+  MOE__ND_RELU,
+  MOE__ND_SIGMOID,
+  MOE__ND_SILU,
+  MOE__ND_GELU, /* by erf */
+  MOE__ND_GELU_TANH
+};
+/* y (+)= op(a, b, c).  All tensors have y's shape: whoever broadcasts sets strides of 0.  y's elements are
+   distinct (no stride of 0 over an extent past 1).  y may be any of the inputs, as the very same view. */
+struct moe__args_nd_map {
+  int64_t dtype; /* of the arithmetic; the storage type most tensors have is the fastest */
+  moe_tensor y;  /* any shape, out float */
+  moe_tensor a;  /* in float */
+  moe_tensor b;  /* in float: ADD..WHERE */
+  moe_tensor c;  /* in float: WHERE */
+  int64_t op, accumulate;
+  double alpha; /* COPY and POW */
+};
+enum moe__nd_reduction { MOE__ND_SUM, MOE__ND_LARGEST };
+/* y (+)= alpha * (sum or largest of a over the dimensions d with bit d of `axes`).  SUM: of nothing 0, in a fixed
+   shape.  LARGEST: of nothing -inf, NaN where one is; never accumulates. */
+struct moe__args_nd_reduce {
+  int64_t dtype;
+  moe_tensor y;       /* a's shape with extent 1 in `axes`, out float */
+  moe_tensor a;       /* any shape, in float */
+  moe_tensor scratch; /* [moe__nd_reduce_scratch(a,axes)] opt REAL, packed; wanted where that is not 0 */
+  int64_t op, axes, accumulate;
+  double alpha;
+};
+/* Elements (REAL) of nd_reduce's scratch: often 0, at most an eighth of a's. */
+int64_t moe__nd_reduce_scratch(const moe_tensor *a, int64_t axes);
+/* y[i] = keep(i) ? a[i] * (1/(1-p)) : 0, the same bits on every device; p = 1 drops all.  keep(i): word i mod 4 of
+   Philox4x32-10 with the 64-bit counters i/4 and `stream` (low words first) and the key
+   seed + 0x9E3779B97F4A7C15 * step[0] (mod 2^64; step 0 where not given) is at least round(p * 2^32). */
+struct moe__args_nd_dropout {
+  int64_t dtype;
+  moe_tensor y;    /* [n] out float, packed; may be a */
+  moe_tensor a;    /* [n] in float, packed */
+  moe_tensor step; /* [1] opt I32 or I64 */
+  int64_t n, seed, stream;
+  double p;
+};
+
 /* ---- move -------------------------------------------------------------------------------------------- */
 /* y[i,:] = x[map[i]/div,:]; a row whose map entry is outside [0, rows*div) becomes NaN and sets
    MOE_HEALTH_ID. */
@@ -134,14 +193,16 @@ struct moe__args_act_bwd {
   struct moe__act act;
 };
 
-/* ---- gemm: c[m,n] = alpha * sum_k a[m,k] b[n,k] + bias[n] (+ c) ----------------------------------------- */
+/* ---- gemm: c[m,n] = alpha * sum_k a[m,k] b[n,k] + bias[n] (+ c) -----------------------------------------
+   batch > 0: so many products, every tensor but bias with one more dimension in front ([batch,M,N], ...), whose
+   stride may be 0 in a and b. */
 struct moe__args_gemm {
   int64_t dtype;
   moe_tensor c;    /* [M,N] out float (own dtype: F32 logits of bf16 operands) */
   moe_tensor a;    /* [M,K] in ST */
   moe_tensor b;    /* [N,K] in ST */
   moe_tensor bias; /* [N] opt float, any stride */
-  int64_t M, N, K, accumulate;
+  int64_t M, N, K, accumulate, batch;
   double alpha;
 };
 
@@ -298,7 +359,10 @@ struct moe__args_ggemm_colsum {
 };
 
 /* ---- loss ------------------------------------------------------------------------------------------------ */
-/* loss[0] = mean over t of (lse[t] - logits[t,target[t]]); a target outside [0,V): NaN and MOE_HEALTH_ID. */
+/* loss[0] = mean of rowloss over the rows that count, 0 where there is none.  With nll(v) = lse[t] - logits[t,v],
+   rowloss[t] = (1-smoothing) * nll(target[t]) + smoothing * (mean over v of nll(v)).
+   `ignoring`: a row whose target is ignore_index (in or outside [0,V)) has rowloss 0 and does not count.
+   Any other target outside [0,V): NaN and MOE_HEALTH_ID. */
 struct moe__args_xent_fwd {
   int64_t dtype;
   moe_tensor loss;    /* [1] out REAL */
@@ -307,15 +371,19 @@ struct moe__args_xent_fwd {
   moe_tensor logits;  /* [T,V] in float */
   moe_tensor targets; /* [T] in I32, packed */
   moe_tensor health;  /* [1] opt I32 */
-  int64_t T, V;
+  moe_tensor counted; /* [1] opt out REAL: how many rows count */
+  int64_t T, V, ignoring, ignore_index;
+  double smoothing; /* in [0,1) */
 };
-/* dlogits = (softmax - onehot) * dloss[0] / T. */
+/* dlogits = (softmax - (1-smoothing)*onehot - smoothing/V) * dloss[0] / counted[0]; 0 in rows that do not count. */
 struct moe__args_xent_bwd {
   int64_t dtype;
   moe_tensor dlogits;              /* [T,V] out float */
   moe_tensor dloss;                /* [1] in REAL */
   moe_tensor logits, lse, targets; /* as above, in */
-  int64_t T, V;
+  moe_tensor counted;              /* [1] in REAL, as forward wrote it; T where not `ignoring`, and not needed */
+  int64_t T, V, ignoring, ignore_index;
+  double smoothing;
 };
 
 /* ---- optim ----------------------------------------------------------------------------------------------- */

@@ -14,7 +14,8 @@ enum {
   BYTE = 32, /* U8 */
   OPT = 64,  /* may be missing */
   PACKED = 128,
-  LAST = 256, /* last dimension has unit stride */
+  LAST = 256,     /* last dimension has unit stride */
+  DISTINCT = 512, /* no element twice by a stride of 0 */
 };
 
 struct want {
@@ -25,16 +26,15 @@ struct want {
 static int type_fits(int64_t call, int64_t given, int flags)
 {
   int64_t real = call == MOE_F64 ? MOE_F64 : MOE_F32;
-  if (flags & ST) return given == call;
-  if (flags & REAL) return given == real;
-  if (flags & FLOAT) return moe__is_float(given) && (given != MOE_F64 || call == MOE_F64);
-  if (flags & INT) return given == MOE_I32;
-  if (flags & LONG) return given == MOE_I64;
-  return given == MOE_U8;
+  return (flags & ST && given == call) || (flags & REAL && given == real) ||
+         (flags & FLOAT && moe__is_float(given) && (given != MOE_F64 || call == MOE_F64)) ||
+         (flags & INT && given == MOE_I32) || (flags & LONG && given == MOE_I64) || (flags & BYTE && given == MOE_U8);
 }
 
 static const char *type_text(int64_t call, int flags)
 {
+  if (flags & FLOAT && flags & BYTE) return call == MOE_F64 ? "a float, i32 or u8" : "f32, bf16, f16, i32 or u8";
+  if (flags & INT && flags & LONG) return "i32 or i64";
   if (flags & ST) return moe_dtype_name(call);
   if (flags & REAL) return call == MOE_F64 ? "f64" : "f32";
   if (flags & FLOAT) return call == MOE_F64 ? "a float" : "f32, bf16 or f16";
@@ -43,10 +43,9 @@ static const char *type_text(int64_t call, int flags)
   return "u8";
 }
 
-static moe_status tensor(const struct want *w, const char *field, const moe_tensor *t, int flags, int rank, int64_t s0,
-                         int64_t s1, int64_t s2)
+static moe_status tensor(const struct want *w, const char *field, const moe_tensor *t, int flags, int rank,
+                         const int64_t *shape)
 {
-  const int64_t shape[3] = { s0, s1, s2 };
   int64_t count = 1;
   for (int d = 0; d < rank; d++) {
     if (shape[d] < 0)
@@ -72,6 +71,9 @@ static moe_status tensor(const struct want *w, const char *field, const moe_tens
     if (t->stride[d] < 0)
       return moe__fail(MOE_ERR_INVALID, "%s: %s has stride %lld in dimension %d", w->op, field, (long long)t->stride[d],
                        d);
+    if ((flags & DISTINCT) && count && t->shape[d] > 1 && t->stride[d] == 0)
+      return moe__fail(MOE_ERR_INVALID, "%s: %s is written, and has stride 0 over extent %lld in dimension %d", w->op,
+                       field, (long long)t->shape[d], d);
   }
   if ((flags & PACKED) && !moe_tensor_is_packed(t))
     return moe__fail(MOE_ERR_INVALID, "%s: %s is not packed", w->op, field);
@@ -105,9 +107,10 @@ static moe_status is_finite(const struct want *w, const char *field, double v)
     return body_##which(&w, a);                                                                                        \
   }                                                                                                                    \
   static moe_status body_##which(const struct want *w, const struct moe__args_##which *a)
-#define V(field, flags, n) MOE__TRY(tensor(w, #field, &a->field, flags, 1, n, 0, 0))
-#define M(field, flags, m, n) MOE__TRY(tensor(w, #field, &a->field, flags, 2, m, n, 0))
-#define C(field, flags, e, m, n) MOE__TRY(tensor(w, #field, &a->field, flags, 3, e, m, n))
+#define N(field, flags, rank, shape) MOE__TRY(tensor(w, #field, &a->field, flags, rank, shape))
+#define V(field, flags, n) N(field, flags, 1, ((const int64_t[]){ n }))
+#define M(field, flags, m, n) N(field, flags, 2, ((const int64_t[]){ m, n }))
+#define C(field, flags, e, m, n) N(field, flags, 3, ((const int64_t[]){ e, m, n }))
 #define IN(field, low, high) MOE__TRY(range(w, #field, a->field, low, high))
 #define FINITE(field) MOE__TRY(is_finite(w, #field, a->field))
 #define BIG INT64_MAX
@@ -137,6 +140,47 @@ CHECK(elt_sum)
   V(y, REAL, 1);
   V(a, FLOAT | PACKED, a->n);
   V(scratch, REAL | PACKED, MOE__PARTS);
+  return MOE_OK;
+}
+static moe_status rank(const struct want *w, const char *field, const moe_tensor *t)
+{
+  if (t->rank >= 0 && t->rank <= MOE_RANK_MAX) return MOE_OK;
+  return moe__fail(MOE_ERR_INVALID, "%s: %s has rank %d, wanted 0..%d", w->op, field, t->rank, MOE_RANK_MAX);
+}
+CHECK(nd_map)
+{
+  int two = a->op >= MOE__ND_ADD && a->op <= MOE__ND_WHERE, where = a->op == MOE__ND_WHERE;
+  IN(op, MOE__ND_COPY, MOE__ND_GELU_TANH);
+  FINITE(alpha);
+  MOE__TRY(rank(w, "y", &a->y));
+  N(y, FLOAT | DISTINCT, a->y.rank, a->y.shape);
+  N(a, FLOAT | (where ? INT | BYTE : 0), a->y.rank, a->y.shape);
+  if (two) N(b, FLOAT, a->y.rank, a->y.shape);
+  if (where) N(c, FLOAT, a->y.rank, a->y.shape);
+  return MOE_OK;
+}
+CHECK(nd_reduce)
+{
+  int64_t shape[MOE_RANK_MAX], scratch;
+  IN(op, MOE__ND_SUM, MOE__ND_LARGEST);
+  IN(accumulate, 0, a->op == MOE__ND_SUM);
+  FINITE(alpha);
+  MOE__TRY(rank(w, "a", &a->a));
+  IN(axes, 0, ((int64_t)1 << a->a.rank) - 1);
+  N(a, FLOAT, a->a.rank, a->a.shape);
+  for (int d = 0; d < a->a.rank; d++) shape[d] = a->axes >> d & 1 ? 1 : a->a.shape[d];
+  N(y, FLOAT | DISTINCT, a->a.rank, shape);
+  scratch = moe__nd_reduce_scratch(&a->a, a->axes);
+  V(scratch, REAL | PACKED, scratch);
+  return MOE_OK;
+}
+CHECK(nd_dropout)
+{
+  IN(n, 0, BIG);
+  V(y, FLOAT | PACKED, a->n);
+  V(a, FLOAT | PACKED, a->n);
+  V(step, INT | LONG | OPT, 1);
+  if (!(a->p >= 0 && a->p <= 1)) return moe__fail(MOE_ERR_INVALID, "%s: p %g, wanted 0..1", w->op, a->p);
   return MOE_OK;
 }
 CHECK(gather_rows)
@@ -241,10 +285,17 @@ CHECK(gemm)
   IN(M, 0, BIG);
   IN(N, 0, BIG);
   IN(K, 0, BIG);
+  IN(batch, 0, BIG);
   FINITE(alpha);
-  M(c, FLOAT, a->M, a->N);
-  M(a, ST, a->M, a->K);
-  M(b, ST, a->N, a->K);
+  if (a->batch) {
+    C(c, FLOAT | DISTINCT, a->batch, a->M, a->N);
+    C(a, ST, a->batch, a->M, a->K);
+    C(b, ST, a->batch, a->N, a->K);
+  } else {
+    M(c, FLOAT, a->M, a->N);
+    M(a, ST, a->M, a->K);
+    M(b, ST, a->N, a->K);
+  }
   V(bias, FLOAT | OPT, a->N);
   return MOE_OK;
 }
@@ -465,8 +516,15 @@ CHECK(ggemm_colsum)
   V(map, INT | PACKED | OPT, a->R);
   return MOE_OK;
 }
+
+static moe_status smoothing(const struct want *w, double s)
+{
+  if (s >= 0 && s < 1) return MOE_OK;
+  return moe__fail(MOE_ERR_INVALID, "%s: smoothing %g, wanted 0 <= smoothing < 1", w->op, s);
+}
 CHECK(xent_fwd)
 {
+  MOE__TRY(smoothing(w, a->smoothing));
   IN(T, 0, ROWS);
   IN(V, 1, ROWS);
   V(loss, REAL, 1);
@@ -475,10 +533,12 @@ CHECK(xent_fwd)
   M(logits, FLOAT, a->T, a->V);
   V(targets, INT | PACKED, a->T);
   V(health, INT | OPT, 1);
+  V(counted, REAL | OPT, 1);
   return MOE_OK;
 }
 CHECK(xent_bwd)
 {
+  MOE__TRY(smoothing(w, a->smoothing));
   IN(T, 0, ROWS);
   IN(V, 1, ROWS);
   M(dlogits, FLOAT, a->T, a->V);
@@ -486,6 +546,7 @@ CHECK(xent_bwd)
   M(logits, FLOAT, a->T, a->V);
   V(lse, REAL | PACKED, a->T);
   V(targets, INT | PACKED, a->T);
+  V(counted, REAL | (a->ignoring ? 0 : OPT), 1);
   return MOE_OK;
 }
 CHECK(adamw)
@@ -493,7 +554,7 @@ CHECK(adamw)
   IN(n, 0, BIG);
   V(p, FLOAT | PACKED, a->n);
   const struct want f32 = { w->op, MOE_F32 };
-  MOE__TRY(tensor(&f32, "master", &a->master, REAL | PACKED | OPT, 1, a->n, 1, 1));
+  MOE__TRY(tensor(&f32, "master", &a->master, REAL | PACKED | OPT, 1, &a->n));
   if (a->n && !a->master.handle && (a->p.dtype == MOE_BF16 || a->p.dtype == MOE_F16))
     return moe__fail(MOE_ERR_INVALID, "%s: %s parameters want F32 master weights", w->op, moe_dtype_name(a->p.dtype));
   V(m, REAL | PACKED, a->n);

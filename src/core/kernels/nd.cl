@@ -1,0 +1,1 @@
+/* nd.cl - maps and reductions over strided tensors, and dropout. */
