@@ -142,17 +142,23 @@ CHECK(elt_sum)
   V(scratch, REAL | PACKED, MOE__PARTS);
   return MOE_OK;
 }
-static moe_status rank(const struct want *w, const char *field, const moe_tensor *t)
+/* A rank that exists, and so few elements that walks over them can be counted. */
+static moe_status shape(const struct want *w, const char *field, const moe_tensor *t)
 {
-  if (t->rank >= 0 && t->rank <= MOE_RANK_MAX) return MOE_OK;
-  return moe__fail(MOE_ERR_INVALID, "%s: %s has rank %d, wanted 0..%d", w->op, field, t->rank, MOE_RANK_MAX);
+  int64_t count = 1;
+  if (t->rank < 0 || t->rank > MOE_RANK_MAX)
+    return moe__fail(MOE_ERR_INVALID, "%s: %s has rank %d, wanted 0..%d", w->op, field, t->rank, MOE_RANK_MAX);
+  for (int d = 0; d < t->rank; d++)
+    if (moe__mul(&count, count, t->shape[d]) || count > BIG / 16)
+      return moe__fail(MOE_ERR_INVALID, "%s: %s has a negative extent, or too many elements", w->op, field);
+  return MOE_OK;
 }
 CHECK(nd_map)
 {
   int two = a->op >= MOE__ND_ADD && a->op <= MOE__ND_WHERE, where = a->op == MOE__ND_WHERE;
   IN(op, MOE__ND_COPY, MOE__ND_GELU_TANH);
   FINITE(alpha);
-  MOE__TRY(rank(w, "y", &a->y));
+  MOE__TRY(shape(w, "y", &a->y));
   N(y, FLOAT | DISTINCT, a->y.rank, a->y.shape);
   N(a, FLOAT | (where ? INT | BYTE : 0), a->y.rank, a->y.shape);
   if (two) N(b, FLOAT, a->y.rank, a->y.shape);
@@ -161,15 +167,15 @@ CHECK(nd_map)
 }
 CHECK(nd_reduce)
 {
-  int64_t shape[MOE_RANK_MAX], scratch;
+  int64_t kept[MOE_RANK_MAX], scratch;
   IN(op, MOE__ND_SUM, MOE__ND_LARGEST);
   IN(accumulate, 0, a->op == MOE__ND_SUM);
   FINITE(alpha);
-  MOE__TRY(rank(w, "a", &a->a));
+  MOE__TRY(shape(w, "a", &a->a));
   IN(axes, 0, ((int64_t)1 << a->a.rank) - 1);
   N(a, FLOAT, a->a.rank, a->a.shape);
-  for (int d = 0; d < a->a.rank; d++) shape[d] = a->axes >> d & 1 ? 1 : a->a.shape[d];
-  N(y, FLOAT | DISTINCT, a->a.rank, shape);
+  for (int d = 0; d < a->a.rank; d++) kept[d] = a->axes >> d & 1 ? 1 : a->a.shape[d];
+  N(y, FLOAT | DISTINCT, a->a.rank, kept);
   scratch = moe__nd_reduce_scratch(&a->a, a->axes);
   V(scratch, REAL | PACKED, scratch);
   return MOE_OK;

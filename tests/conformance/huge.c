@@ -114,6 +114,70 @@ void huge_elt_sum(struct conform *c)
   c_end(c);
 }
 
+/* A matrix and a row that is repeated: more rows than one walk of 2^31. */
+void huge_nd_map(struct conform *c)
+{
+  int64_t width = 4099, rows = rows_past(c, width, 4);
+  if (!c_begin(c, MOE_BF16, "huge: add %lldx%lld", (long long)rows, (long long)width)) return;
+  struct moe__args_nd_map args = { .dtype = MOE_BF16, .op = MOE__ND_ADD, .alpha = 1 };
+  args.a = t_huge(&c->m, MOE_BF16, BYTE, SHAPE(rows, width));
+  args.y = t_huge(&c->m, MOE_BF16, NAN_BYTE, SHAPE(rows, width));
+  num *a = put_ends(c, &args.a, end_values(c, width, MOE_BF16)), *b = t_uniform(&c->m, width, MOE_BF16, 1);
+  num *want = t_nums(&c->m, 2 * ENDS * width), *row = t_nums(&c->m, 2 * ENDS * width);
+  args.b = c_in(c, MOE_BF16, T_PACKED, b, SHAPE(1, width));
+  args.b.shape[0] = rows, args.b.stride[0] = 0;
+  for (int64_t i = 0; i < 2 * ENDS * width; i++) row[i] = b[i % width];
+  if (c_run_nd_map(c, &args)) {
+    ref_nd_map(want, a, row, NULL, MOE__ND_ADD, 2 * ENDS * width, 0, 1);
+    check_ends(c, "y", &args.y, ENDS, want);
+  }
+  c_end(c);
+}
+
+/* Rows, columns and all: zeros but for whole numbers at the ends. */
+void huge_nd_reduce(struct conform *c)
+{
+  for (int64_t axes = 1; axes <= 3; axes++) {
+    int64_t width = 4096, rows = rows_past(c, width, 2);
+    if (!c_begin(c, MOE_BF16, "huge: sum over %lld", (long long)axes)) return;
+    c_exact();
+    struct moe__args_nd_reduce args = { .dtype = MOE_BF16, .axes = axes, .alpha = 1 };
+    args.a = t_huge(&c->m, MOE_BF16, 0, SHAPE(rows, width));
+    num *ends = put_ends(c, &args.a, t_whole(&c->m, 2 * ENDS * width, 3)), *want = t_nums(&c->m, rows + width);
+    const int64_t kept[] = { axes & 1 ? 1 : rows, axes & 2 ? 1 : width }, few[] = { 2 * ENDS, width };
+    const int64_t scratch = moe__nd_reduce_scratch(&args.a, axes);
+    args.y = c_out(c, MOE_F32, T_PACKED, 2, kept);
+    if (scratch) args.scratch = c_out(c, MOE_F32, T_PACKED, SHAPE(scratch));
+    if (c_run_nd_reduce(c, &args)) {
+      ref_nd_reduce(want, ends, MOE__ND_SUM, axes, 2, few, 0, 1);
+      if (axes == 2) {
+        memmove(want + rows - ENDS, want + ENDS, ENDS * sizeof *want);
+        for (int64_t i = ENDS; i < rows - ENDS; i++) want[i] = n_exact(0);
+      }
+      c_check(c, "y", &args.y, want);
+    }
+    c_end(c);
+  }
+}
+
+void huge_nd_dropout(struct conform *c)
+{
+  int64_t width = 4096, rows = rows_past(c, width, 4), n = rows * width;
+  if (!c_begin(c, MOE_BF16, "huge: n=%lld", (long long)n)) return;
+  struct moe__args_nd_dropout args = { .dtype = MOE_BF16, .n = n, .seed = 5, .stream = 6, .p = 0.3 };
+  moe_tensor a = t_huge(&c->m, MOE_BF16, BYTE, SHAPE(rows, width)),
+             y = t_huge(&c->m, MOE_BF16, NAN_BYTE, SHAPE(rows, width));
+  num *values = put_ends(c, &a, end_values(c, width, MOE_BF16)), *want = t_nums(&c->m, 2 * ENDS * width);
+  args.a = c_flat(&a), args.y = c_flat(&y);
+  if (c_run_nd_dropout(c, &args)) {
+    for (int64_t end = 0; end < 2; end++)
+      ref_nd_dropout_at(want + end * ENDS * width, values + end * ENDS * width, end * (n - ENDS * width), ENDS * width,
+                        args.seed, args.stream, 0, args.p);
+    check_ends(c, "y", &y, ENDS, want);
+  }
+  c_end(c);
+}
+
 void huge_sqnorm(struct conform *c)
 {
   num *ends, want = { 0, 0 };

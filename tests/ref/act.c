@@ -26,14 +26,13 @@ static num alpha_of(struct moe__act act)
   return act.alpha == 0 ? n_exact(1) : n_real(act.alpha);
 }
 
-/* f(g) */
-static num value(struct moe__act act, num g)
+num ref_activation(struct moe__act act, num g)
 {
   num slope, half = n_exact(0.5);
   switch (act.kind) {
   case MOE__ACT_IDENTITY: return g;
-  case MOE__ACT_RELU: return g.v > 0 ? g : n_exact(0);
-  case MOE__ACT_RELU2: return g.v > 0 ? n_mul(g, g) : n_exact(0);
+  case MOE__ACT_RELU: return n_max(g, n_exact(0));
+  case MOE__ACT_RELU2: return n_mul(n_max(g, n_exact(0)), n_max(g, n_exact(0)));
   case MOE__ACT_GELU: return n_mul(n_mul(half, g), one_plus_erf(g));
   case MOE__ACT_GELU_TANH: return n_mul(n_mul(half, g), one_plus_tanh(g, &slope));
   case MOE__ACT_SILU: return n_mul(g, n_sigmoid(n_mul(alpha_of(act), g)));
@@ -64,7 +63,7 @@ static num derivative(struct moe__act act, num g)
   }
 }
 
-/* What the parts of one h become: a = value(g) * u; where the clamps hold a value back, no gradient flows. */
+/* What the parts of one h become: a = ref_activation(g) * u; where the clamps hold a value back, no gradient flows. */
 struct parts {
   num g, u; /* clamped; u with its offset, 1 where not gated */
   int g_flows, u_flows;
@@ -85,7 +84,7 @@ static struct parts parts_of(struct moe__act act, const num *h, int64_t f, int64
 
 static num whole(struct moe__act act, struct parts p)
 {
-  return act.gated ? n_mul(value(act, p.g), p.u) : value(act, p.g);
+  return act.gated ? n_mul(ref_activation(act, p.g), p.u) : ref_activation(act, p.g);
 }
 
 void ref_act_fwd(num *a, const num *h, int64_t rows, int64_t F, struct moe__act act)
@@ -109,7 +108,7 @@ void ref_act_bwd(num *dh, num *aw, num *dweights, const num *da, const num *h, c
       if (ref_u) a.e += ref_rounding(a.v, st);
       num dg = n_mul(d, derivative(act, p.g));
       dh[r * width + f] = !p.g_flows ? n_exact(0) : act.gated ? n_mul(dg, p.u) : dg;
-      if (act.gated) dh[r * width + F + f] = p.u_flows ? n_mul(d, value(act, p.g)) : n_exact(0);
+      if (act.gated) dh[r * width + F + f] = p.u_flows ? n_mul(d, ref_activation(act, p.g)) : n_exact(0);
       if (aw) aw[r * F + f] = n_mul(w, a);
       sum_mul(&dot, da[r * F + f], a);
     }

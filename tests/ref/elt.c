@@ -14,9 +14,11 @@ void ref_elt_map(num *y, const num *a, const num *b, const num *scale, int64_t o
     }
 }
 
-/* Philox4x32-10 of Salmon et al. 2011, by 64-bit products. */
-static void philox(uint32_t x[4], uint32_t k0, uint32_t k1)
+/* By 64-bit products. */
+void ref_philox(uint32_t words[4], uint64_t counter, uint64_t stream, uint64_t key)
 {
+  uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+  uint32_t x[4] = { (uint32_t)counter, (uint32_t)(counter >> 32), (uint32_t)stream, (uint32_t)(stream >> 32) };
   for (int round = 0; round < 10; round++) {
     uint64_t p = (uint64_t)x[0] * 0xD2511F53u, q = (uint64_t)x[2] * 0xCD9E8D57u;
     uint32_t next[4] = { (uint32_t)(q >> 32) ^ x[1] ^ k0, (uint32_t)q, (uint32_t)(p >> 32) ^ x[3] ^ k1, (uint32_t)p };
@@ -24,6 +26,7 @@ static void philox(uint32_t x[4], uint32_t k0, uint32_t k1)
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
+  memcpy(words, x, sizeof x);
 }
 
 /* The sum of 16 uniform half-words less its mean, over its standard deviation.  The integer and the one product
@@ -34,9 +37,8 @@ void ref_elt_normal_at(num *y, int64_t first, int64_t n, int64_t seed, int64_t s
   for (int64_t i = 0; i < n; i++) {
     int32_t k = -16 * 65535 / 2;
     for (uint64_t half = 0; half < 2; half++) {
-      uint64_t at = 2 * (uint64_t)(first + i) + half, key = (uint64_t)seed, upper = (uint64_t)stream;
-      uint32_t x[4] = { (uint32_t)at, (uint32_t)(at >> 32), (uint32_t)upper, (uint32_t)(upper >> 32) };
-      philox(x, (uint32_t)key, (uint32_t)(key >> 32));
+      uint32_t x[4];
+      ref_philox(x, 2 * (uint64_t)(first + i) + half, (uint64_t)stream, (uint64_t)seed);
       for (int j = 0; j < 4; j++) k += (int32_t)(x[j] & 0xffff) + (int32_t)(x[j] >> 16);
     }
     y[i] = n_exact(ref_real(k * factor));

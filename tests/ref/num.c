@@ -4,7 +4,7 @@
 #include <float.h>
 
 /* Largest errors in ULP that OpenCL C 1.2 allows (table 7.4); CUDA's are smaller. */
-enum { EXP = 3, EXPM1 = 3, LOG = 3, LOG1P = 2, TANH = 5, ERF = 16, COS = 4, SQRT = 3 };
+enum { EXP = 3, EXPM1 = 3, LOG = 3, LOG1P = 2, TANH = 5, ERF = 16, POW = 16, COS = 4, SQRT = 3 };
 #define DIV 2.5
 
 _Thread_local double ref_u = 0x1p-53, ref_tiny = DBL_MIN, ref_addition = 1;
@@ -106,6 +106,14 @@ num n_erf(num a)
 {
   double inner = fmax(fabs(a.v) - a.e, 0);
   return n_ulps(erf(a.v), a.e * 2 / sqrt(acos(-1)) * exp(-inner * inner), ERF);
+}
+
+num n_pow(num a, num b)
+{
+  double v = pow(a.v, b.v), e = 0;
+  if (a.e != 0) e += fabs(b.v * pow(a.v, b.v - 1)) * a.e;
+  if (b.e != 0 && v != 0) e += fabs(v * log(fabs(a.v))) * b.e;
+  return n_ulps(v, e, POW);
 }
 
 num n_cos(num a)

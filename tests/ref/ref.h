@@ -64,9 +64,14 @@ static inline num n_sub(num a, num b)
 {
   return n_add(a, n_neg(b));
 }
+/* No error stays none, of infinity too. */
+static inline double n_times(double x, double e)
+{
+  return e == 0 ? 0 : x * e;
+}
 static inline num n_mul(num a, num b)
 {
-  return n_ulps(a.v * b.v, fabs(a.v) * b.e + fabs(b.v) * a.e + a.e * b.e, 0.5);
+  return n_ulps(a.v * b.v, n_times(fabs(a.v), b.e) + n_times(fabs(b.v) + b.e, a.e), 0.5);
 }
 num n_div(num a, num b);
 num n_sqrt(num a);
@@ -76,6 +81,8 @@ num n_log(num a);
 num n_log1p(num a);
 num n_tanh(num a);
 num n_erf(num a);
+/* To first order in the errors of a and b, which are to be small. */
+num n_pow(num a, num b);
 num n_cos(num a);
 /* 1 / (1 + exp(-a)); also right, with a relative bound, where a is very negative. */
 num n_sigmoid(num a);
@@ -112,6 +119,18 @@ void ref_elt_normal_at(num *y, int64_t first, int64_t n, int64_t seed, int64_t s
 /* y[0] is read where `accumulate`; so in all that follow. */
 void ref_elt_sum(num *y, const num *a, int64_t n, int64_t accumulate, double alpha);
 
+/* The words of Philox4x32-10 (Salmon et al. 2011) for the counter (counter, stream), low words first. */
+void ref_philox(uint32_t words[4], uint64_t counter, uint64_t stream, uint64_t key);
+
+/* ---- nd: inputs of maps are spread to y's shape ------------------------------------------------------------------ */
+void ref_nd_map(num *y, const num *a, const num *b, const num *c, int64_t op, int64_t n, int64_t accumulate,
+                double alpha); /* b, c: opt */
+void ref_nd_reduce(num *y, const num *a, int64_t op, int64_t axes, int64_t rank, const int64_t *shape,
+                   int64_t accumulate, double alpha);
+/* Elements [first, first+n) of a longer tensor. */
+void ref_nd_dropout_at(num *y, const num *a, int64_t first, int64_t n, int64_t seed, int64_t stream, int64_t step,
+                       double p);
+
 /* ---- move: the functions with `health` OR its bits into it ------------------------------------------------------ */
 void ref_gather_rows(num *y, int32_t *health, const num *x, const int32_t *map, int64_t n, int64_t rows, int64_t D,
                      int64_t div);
@@ -125,6 +144,8 @@ void ref_rms_bwd(num *dx, num *dw, const num *dy, const num *x, const num *w, co
                  int64_t accumulate); /* dx, dw: opt */
 
 /* ---- act: `rows` rows, those below offs[E] ------------------------------------------------------------------------ */
+/* f(g) */
+num ref_activation(struct moe__act act, num g);
 void ref_act_fwd(num *a, const num *h, int64_t rows, int64_t F, struct moe__act act);
 /* `st`: the storage type, as a may have been rounded to it before it is multiplied.  aw, dweights, weights and
    row2slot: opt. */

@@ -32,9 +32,7 @@ KERNEL(elt_map)(TENSOR(uchar, y), int ydt, TENSOR(const uchar, a), int adt, TENS
     if (op == COPY) {
       UNROLL EACH(j) r.v[j] *= factor;
     } else if (op == SIGMOID) {
-      UNROLL EACH(j) r.v[j] = -r.v[j];
-      r = exp_chunk(r);
-      UNROLL EACH(j) r.v[j] = R(1.0) / (R(1.0) + r.v[j]);
+      r = sigmoid_chunk(r, R(1.0));
     } else if (op != FILL) {
       const chunk s = ldx_chunk(b, b_at + i, 1, n - i, b_wide, bdt);
       if (op == ADD) {
@@ -49,26 +47,11 @@ KERNEL(elt_map)(TENSOR(uchar, y), int ydt, TENSOR(const uchar, a), int adt, TENS
   }
 }
 
-/* The sum of the eight half-words of Philox4x32-10 (Salmon et al. 2011), added to sum[j], for the counters
-   (first + 2j, stream) of a chunk: rounds outside, elements inside, so that a CPU takes them as vectors. */
+/* The sum of the eight half-words of Philox, added to sum[j], for the counters (first + 2j, stream) of a chunk. */
 FN void philox_sums(int *sum, ulong first, ulong stream, ulong seed)
 {
-  uint a[CHUNK], b[CHUNK], c[CHUNK], d[CHUNK], k0 = (uint)seed, k1 = (uint)(seed >> 32);
-  UNROLL EACH(j) {
-    const ulong counter = first + 2 * (ulong)j;
-    a[j] = (uint)counter, b[j] = (uint)(counter >> 32), c[j] = (uint)stream, d[j] = (uint)(stream >> 32);
-  }
-  UNROLL for (int round = 0; round < 10; round++) {
-    UNROLL EACH(j) {
-      const ulong p = (ulong)a[j] * 0xD2511F53u, r = (ulong)c[j] * 0xCD9E8D57u;
-      a[j] = (uint)(r >> 32) ^ b[j] ^ k0;
-      b[j] = (uint)r;
-      c[j] = (uint)(p >> 32) ^ d[j] ^ k1;
-      d[j] = (uint)p;
-    }
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
-  }
+  uint a[CHUNK], b[CHUNK], c[CHUNK], d[CHUNK];
+  philox(a, b, c, d, CHUNK, first, 2, stream, seed);
   UNROLL EACH(j) {
     sum[j] += (int)((a[j] & 0xffffu) + (a[j] >> 16) + (b[j] & 0xffffu) + (b[j] >> 16) + (c[j] & 0xffffu) +
                     (c[j] >> 16) + (d[j] & 0xffffu) + (d[j] >> 16));
