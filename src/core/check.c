@@ -291,7 +291,7 @@ CHECK(gemm)
   IN(M, 0, BIG);
   IN(N, 0, BIG);
   IN(K, 0, BIG);
-  IN(batch, 0, BIG);
+  IN(batch, 0, ROWS);
   FINITE(alpha);
   if (a->batch) {
     C(c, FLOAT | DISTINCT, a->batch, a->M, a->N);

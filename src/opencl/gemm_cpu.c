@@ -13,11 +13,11 @@ moe_status moe__cl_multiply(moe_queue *q, int64_t dtype, const struct moe__cl_pr
   if (p->N == 0 || (p->mode != MOE__CL_ROWS && p->M == 0)) return MOE_OK;
   return LAUNCH(q, &K, dtype, moe__cl_groups(q), 1, 1, 1, T_(p->c[0]), T_(p->c[1]), T_(p->a.x[0]), T_(p->a.x[1]),
                 T_(p->b.x[0]), T_(p->b.x[1]), T_(p->bias[0]), T_(p->bias[1]), T_(p->offs), T_(p->a.map), T_(p->b.map),
-                L_(p->E), L_(p->M), L_(p->N), L_(p->K), L_(p->c_expert), L_(p->c_row), L_(p->c_col), L_(p->a.row),
-                L_(p->a.k), L_(p->b.expert), L_(p->b.row), L_(p->b.k), L_(p->bias_expert), L_(p->bias_stride),
-                I_(p->mode), I_(p->halves), I_(p->parts), I_(divisor(p->a.div)), I_(divisor(p->b.div)),
-                I_(p->c[0].dtype), I_(p->bias[!p->bias[0].handle].dtype), I_(p->bias_rows), I_(p->accumulate),
-                R_(p->alpha));
+                L_(p->E), L_(p->M), L_(p->N), L_(p->K), L_(p->c_expert), L_(p->c_row), L_(p->c_col), L_(p->a.expert),
+                L_(p->a.row), L_(p->a.k), L_(p->b.expert), L_(p->b.row), L_(p->b.k), L_(p->bias_expert),
+                L_(p->bias_stride), I_(p->mode), I_(p->halves), I_(p->parts), I_(divisor(p->a.div)),
+                I_(divisor(p->b.div)), I_(p->c[0].dtype), I_(p->bias[!p->bias[0].handle].dtype), I_(p->bias_rows),
+                I_(p->accumulate), R_(p->alpha));
 }
 
 void moe__cl_swap(struct moe__cl_product *p)
@@ -41,26 +41,28 @@ static moe_status can_gemm(const struct moe__dev_info *info, const struct moe__a
 
 static moe_status run_gemm(moe_queue *q, const struct moe__args_gemm *args)
 {
-  const moe_tensor *c = &args->c;
+  const int batched = args->batch > 0; /* the dimension in front */
+  const int64_t *a = args->a.stride + batched, *b = args->b.stride + batched, *c = args->c.stride + batched;
   struct moe__cl_product p = {
     .mode = MOE__CL_DENSE,
     .halves = 1,
     .parts = 1,
-    .E = 1,
+    .E = batched ? args->batch : 1,
     .M = args->M,
     .N = args->N,
     .K = args->K,
-    .c = { *c },
-    .c_row = c->stride[0],
-    .c_col = c->stride[1],
+    .c = { args->c },
+    .c_expert = args->c.stride[0],
+    .c_row = c[0],
+    .c_col = c[1],
     .bias = { args->bias },
     .bias_stride = args->bias.stride[0],
-    .a = { .x = { args->a }, .row = args->a.stride[0], .k = args->a.stride[1], .div = 1 },
-    .b = { .x = { args->b }, .row = args->b.stride[0], .k = args->b.stride[1], .div = 1 },
+    .a = { .x = { args->a }, .expert = args->a.stride[0], .row = a[0], .k = a[1], .div = 1 },
+    .b = { .x = { args->b }, .expert = args->b.stride[0], .row = b[0], .k = b[1], .div = 1 },
     .accumulate = args->accumulate,
     .alpha = args->alpha,
   };
-  if (c->stride[0] == 1 && (c->stride[1] != 1 || args->N == 1)) moe__cl_swap(&p);
+  if (c[0] == 1 && (c[1] != 1 || args->N == 1)) moe__cl_swap(&p);
   return moe__cl_multiply(q, args->dtype, &p);
 }
 

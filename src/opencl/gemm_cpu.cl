@@ -283,7 +283,7 @@ FN void block(const struct product *p, LOCAL REAL *la, LOCAL REAL *lb, LOCAL REA
 #define DEPTH_COST 16
 
 /* C[e] = alpha * A[e] B[e]' + bias[e] (+ C[e]) for E experts, A [M,K], B [N,K], C [M,N], each with any strides:
-     DENSE  E = 1
+     DENSE  M rows for each expert: one, or a batch
      ROWS   A's rows are those of the expert, offs[e]..offs[e+1], through the map if any; C's rows likewise
      WGRAD  k is a row of the expert, in A and in B, each through its map if any
    halves 2: two products an expert (a0 b0 to c0, a1 b1 to c1).  parts 2: one, summed over a0 b0 and then a1 b1.
@@ -298,8 +298,9 @@ KERNEL(multiply)
 (TENSOR(uchar, c0), TENSOR(uchar, c1), TENSOR(const ST, a0), TENSOR(const ST, a1), TENSOR(const ST, b0),
  TENSOR(const ST, b1), TENSOR(const uchar, bias0), TENSOR(const uchar, bias1), TENSOR(const int, offs),
  TENSOR(const int, a_map), TENSOR(const int, b_map), long E, long M, long N, long K, long c_expert, long c_row,
- long c_col, long a_row, long a_k, long b_expert, long b_row, long b_k, long bias_expert, long bias_stride, int mode,
- int halves, int parts, int a_div, int b_div, int c_type, int bias_type, int bias_rows, int accumulate, REAL alpha)
+ long c_col, long a_expert, long a_row, long a_k, long b_expert, long b_row, long b_k, long bias_expert,
+ long bias_stride, int mode, int halves, int parts, int a_div, int b_div, int c_type, int bias_type, int bias_rows,
+ int accumulate, REAL alpha)
 {
   LOCAL_ARRAY(REAL, la, BLOCK_M * BLOCK_K);
   LOCAL_ARRAY(REAL, lb, BLOCK_N * BLOCK_K);
@@ -356,7 +357,7 @@ KERNEL(multiply)
       for (int part = 0; part < 2; part++) {
         const int second = other || part;
         struct operand *a = &p.a[part], *o = &p.b[part];
-        a->x = second ? a1 : a0;
+        a->x = (second ? a1 : a0) + e * a_expert;
         a->i_map = mode == ROWS ? a_map : none;
         a->k_map = mode == ROWS ? none : a_map;
         a->i_stride = a_row;

@@ -280,8 +280,8 @@ FN void store_tile(const result *r, REAL *acc, LOCAL REAL *tiles, int T)
 }
 
 /* ---- gemm ------------------------------------------------------------------------------------------------ */
-/* c[r,n] = alpha * sum_k a[map(r),k] b[e(r),n,k] + bias[e(r),n] (+ c): a [M,K], b [E,N,K]; e(r) is 0 without offs,
-   else the expert whose rows hold r.  SPLIT_N: N is that of one half, columns N..2N-1 are b1's.  SPLIT_K: K is
+/* c[r,n] = alpha * sum_k a[map(r),k] b[e(r),n,k] + bias[e(r),n] (+ c): a [M,K], b [E,N,K]; e(r) is the expert whose
+   rows hold r.  Without offs each of the E experts has M rows of its own: a [E,M,K], c [E,M,N] (gemm and its batch).  SPLIT_N: N is that of one half, columns N..2N-1 are b1's.  SPLIT_K: K is
    that of one half, k in K..2K-1 is b1's.
 
    A group takes one tile; groups of the same rows are neighbours, so that they share a's rows in the cache.
@@ -290,13 +290,13 @@ FN void store_tile(const result *r, REAL *acc, LOCAL REAL *tiles, int T)
    at E + R/16T, so that a binary search finds the expert and the host need not know the split; tiles past an
    expert's rows end at once. */
 #define GEMM_PARAMETERS                                                                                                \
-  TENSOR(uchar, c), long c_ms, long c_ns, int c_dt, TENSOR(const ST, a), long a_ms, long a_ks, TENSOR(const ST, b0),   \
+  TENSOR(uchar, c), long c_es, long c_ms, long c_ns, int c_dt, TENSOR(const ST, a), long a_es, long a_ms, long a_ks, TENSOR(const ST, b0),   \
       long b0_es, long b0_ns, long b0_ks, TENSOR(const ST, b1), long b1_es, long b1_ns, long b1_ks,                    \
       TENSOR(const uchar, bias0), long bias0_es, long bias0_ns, TENSOR(const uchar, bias1), long bias1_es,             \
       long bias1_ns, int bias_dt, TENSOR(const int, offs), TENSOR(const int, map), long map_mul, int map_shift,        \
       long M, int E, long N, long K, int split, REAL alpha, int accumulate
 #define GEMM_ARGUMENTS                                                                                                 \
-  c, c_at, c_ms, c_ns, c_dt, a, a_at, a_ms, a_ks, b0, b0_at, b0_es, b0_ns, b0_ks, b1, b1_at, b1_es, b1_ns, b1_ks,      \
+  c, c_at, c_es, c_ms, c_ns, c_dt, a, a_at, a_es, a_ms, a_ks, b0, b0_at, b0_es, b0_ns, b0_ks, b1, b1_at, b1_es, b1_ns, b1_ks,      \
       bias0, bias0_at, bias0_es, bias0_ns, bias1, bias1_at, bias1_es, bias1_ns, bias_dt, offs, offs_at, map, map_at,   \
       map_mul, map_shift, M, E, N, K, split, alpha, accumulate
 #define SPLIT_N 1
@@ -311,10 +311,10 @@ FN void gemm(GEMM_PARAMETERS, LOCAL REAL *tiles, int T)
   AT_OPT(map);
   const int across = (int)((N + 16 * T - 1) / (16 * T)), of_rows = across * (split == SPLIT_N ? 2 : 1);
   const int group = (int)GROUP(0), row_tile = group / of_rows, column_tile = group % of_rows;
-  const int second = column_tile >= across;
+  const int second = column_tile >= across, down = (int)((M + 16 * T - 1) / (16 * T));
   const long n0 = (long)(column_tile - second * across) * 16 * T;
-  int e = 0;
-  long begin = (long)row_tile * 16 * T, end = M;
+  int e = offs ? 0 : row_tile / down;
+  long begin = (long)(row_tile - e * down) * 16 * T, end = M;
   if (offs) {
     int last = E - 1;
     while (e < last) {
@@ -337,12 +337,12 @@ FN void gemm(GEMM_PARAMETERS, LOCAL REAL *tiles, int T)
       const GLOBAL ST *b = which ? b1 : b0;
       const long es = which ? b1_es : b0_es, ns = which ? b1_ns : b0_ns, ks = which ? b1_ks : b0_ks;
       operand oa, ob;
-      operand_of(&oa, a + part * K * a_ks, a_ms, a_ks, begin, rows, &mapped, !map && ACROSS(a_ms, a_ks), T);
+      operand_of(&oa, a + e * a_es + part * K * a_ks, a_ms, a_ks, begin, rows, &mapped, !map && ACROSS(a_ms, a_ks), T);
       operand_of(&ob, b + e * es, ns, ks, n0, columns, &none, ACROSS(ns, ks), T);
       multiply(acc, tiles, &oa, &ob, K, 0, T);
     }
     result r;
-    r.c = c, r.at = c_at + begin * c_ms + (second * N + n0) * c_ns, r.ms = c_ms, r.ns = c_ns, r.dt = c_dt;
+    r.c = c, r.at = c_at + e * c_es + begin * c_ms + (second * N + n0) * c_ns, r.ms = c_ms, r.ns = c_ns, r.dt = c_dt;
     r.rows = rows, r.columns = columns, r.accumulate = accumulate, r.alpha = alpha;
     r.bias = second ? bias1 : bias0, r.bias_dt = bias_dt, r.bias_ns = second ? bias1_ns : bias0_ns;
     r.bias_at = second ? bias1_at + e * bias1_es : bias0_at + e * bias0_es;

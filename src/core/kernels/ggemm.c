@@ -3,7 +3,7 @@
 
 static moe_status run_ggemm_rows(moe_queue *q, const struct moe__args_ggemm_rows *a)
 {
-  return moe__gemm(q, a, 1.0, 0);
+  return moe__gemm(q, a, 0, 0, 1.0, 0);
 }
 
 static moe_status run_ggemm_wgrad(moe_queue *q, const struct moe__args_ggemm_wgrad *a)

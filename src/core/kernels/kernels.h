@@ -66,8 +66,9 @@ static inline int moe__tile(const moe_queue *q, int64_t dtype, int64_t rows, int
   return dtype != MOE_F64 && rows > 64 && columns > 64 && large >= q->ctx->info->pub.compute_units ? 128 : 64;
 }
 /* The product of gemm and ggemm_rows (gemm.c; needs the program "gemm"): c and bias may have dtypes of their own,
-   c any strides; without offs there is one expert, of R rows. */
-moe_status moe__gemm(moe_queue *q, const struct moe__args_ggemm_rows *args, double alpha, int64_t accumulate);
+   c any strides; without offs every expert has R rows, in a and c so many elements behind those of the one before. */
+moe_status moe__gemm(moe_queue *q, const struct moe__args_ggemm_rows *args, int64_t a_expert, int64_t c_expert,
+                     double alpha, int64_t accumulate);
 
 /* Every portable implementation can serve what the check lets through. */
 #define MOE__PORTABLE_IMPL(op, family)                                                                                 \
