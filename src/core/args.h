@@ -375,7 +375,7 @@ struct moe__args_xent_fwd {
   int64_t T, V, ignoring, ignore_index;
   double smoothing; /* in [0,1) */
 };
-/* dlogits = (softmax - (1-smoothing)*onehot - smoothing/V) * dloss[0] / counted[0]; 0 in rows that do not count. */
+/* dlogits = (softmax - ((1-smoothing)*onehot + smoothing/V)) * dloss[0] / counted[0]; 0 in rows that do not count. */
 struct moe__args_xent_bwd {
   int64_t dtype;
   moe_tensor dlogits;              /* [T,V] out float */

@@ -472,14 +472,15 @@ void huge_xent(struct conform *c, int backward)
   if (!c_begin(c, MOE_F32, "huge: T=%lld V=%lld", (long long)T, (long long)V)) return;
   struct moe__args_xent_fwd fwd = { .dtype = MOE_F32, .T = T, .V = V };
   struct moe__args_xent_bwd bwd = { .dtype = MOE_F32, .T = T, .V = V };
-  num loss, *lse = t_nums(&c->m, 2 * ENDS), *row = t_nums(&c->m, 2 * ENDS), one = n_exact((double)T);
+  struct ref_xent how = { .T = 2 * ENDS, .V = V };
+  num loss, counted, *lse = t_nums(&c->m, 2 * ENDS), *row = t_nums(&c->m, 2 * ENDS), one = n_exact((double)T);
   num *want = t_nums(&c->m, 2 * ENDS * V);
   int32_t health = 0, *targets = t_ints(&c->m, 2 * ENDS); /* all 0 */
   fwd.logits = bwd.logits = t_huge(&c->m, MOE_BF16, BYTE, SHAPE(T, V));
   fwd.targets = bwd.targets = t_huge(&c->m, MOE_I32, 0, SHAPE(T));
   fwd.lse = bwd.lse = t_huge(&c->m, MOE_F32, BYTE, SHAPE(T));
   num *logits = put_ends(c, &fwd.logits, end_values(c, V, MOE_BF16));
-  ref_xent_fwd(&loss, lse, row, &health, logits, targets, 2 * ENDS, V);
+  ref_xent_fwd(&loss, lse, row, &counted, &health, logits, targets, &how);
   if (!backward) {
     fwd.rowloss = t_huge(&c->m, MOE_F32, NAN_BYTE, SHAPE(T));
     fwd.loss = c_out(c, MOE_F32, T_PACKED, SHAPE(1));
@@ -493,7 +494,7 @@ void huge_xent(struct conform *c, int backward)
     bwd.dlogits = t_huge(&c->m, MOE_BF16, NAN_BYTE, SHAPE(T, V));
     bwd.dloss = c_in(c, MOE_F32, T_PACKED, &one, SHAPE(1)); /* T: what the mean divides by */
     if (c_run_xent_bwd(c, &bwd)) {
-      ref_xent_bwd(want, n_exact(2 * ENDS), logits, lse, targets, 2 * ENDS, V);
+      ref_xent_bwd(want, counted, counted, logits, lse, targets, &how);
       check_ends(c, "dlogits", &bwd.dlogits, ENDS, want);
     }
   }

@@ -189,10 +189,14 @@ void ref_ggemm_colsum(num *c, const num *p, const num *weights, const int32_t *o
                       int64_t N, int64_t div, int64_t accumulate);
 
 /* ---- loss ---------------------------------------------------------------------------------------------------- */
-void ref_xent_fwd(num *loss, num *lse, num *rowloss, int32_t *health, const num *logits, const int32_t *targets,
-                  int64_t T, int64_t V);
-void ref_xent_bwd(num *dlogits, num dloss, const num *logits, const num *lse, const int32_t *targets, int64_t T,
-                  int64_t V);
+struct ref_xent {
+  int64_t T, V, ignoring, ignore_index;
+  double smoothing;
+};
+void ref_xent_fwd(num *loss, num *lse, num *rowloss, num *counted, int32_t *health, const num *logits,
+                  const int32_t *targets, const struct ref_xent *how);
+void ref_xent_bwd(num *dlogits, num dloss, num counted, const num *logits, const num *lse, const int32_t *targets,
+                  const struct ref_xent *how);
 
 /* ---- optim: as struct moe__args_adamw; p, master (opt), m and v are updated ----------------------------------------- */
 struct ref_adamw {
