@@ -277,18 +277,29 @@ void conform_nd_reduce(struct conform *c)
     int64_t shape[MOE_RANK_MAX];
     int64_t axes; /* -1: every set of them */
   } shapes[] = {
-    { 4, { 3, 5, 2, 7 }, -1 },       { 0, { 0 }, -1 },           { 1, { 1 }, -1 },         { 3, { 3, 0, 5 }, -1 },
-    { 6, { 2, 3, 1, 2, 3, 4 }, -1 }, { 4, { 2, 6, 4, 16 }, -1 }, { 2, { 67, 129 }, -1 },   { 1, { 70001 }, 1 },
-    { 2, { 3, 40000 }, 2 },          { 2, { 20011, 7 }, 1 },     { 3, { 33, 37, 64 }, 3 }, { 3, { 33, 37, 64 }, 5 },
+    { 4, { 3, 5, 2, 7 }, -1 },
+    { 0, { 0 }, -1 },
+    { 1, { 1 }, -1 },
+    { 3, { 3, 0, 5 }, -1 },
+    { 2, { 37, 5 }, 1 },
+    { 1, { 16500 }, 1 },
+    { 6, { 2, 3, 1, 2, 3, 4 }, -1 },
+    { 4, { 2, 6, 4, 16 }, -1 },
+    { 2, { 67, 129 }, -1 },
+    { 1, { 70001 }, 1 },
+    { 2, { 3, 40000 }, 2 },
+    { 2, { 20011, 7 }, 1 },
+    { 3, { 33, 37, 64 }, 3 },
+    { 3, { 33, 37, 64 }, 5 },
     { 3, { 5, 131, 129 }, 2 },
   };
   int64_t at = 0;
   for (int64_t d = 0; d < C_DTYPES; d++) {
     int64_t dtype = c_dtypes[d];
-    for (int64_t s = 0; s < (c->effort == SMALL ? 4 : 13); s++) {
+    for (int64_t s = 0; s < (c->effort == SMALL ? 6 : 15); s++) {
       const int large = shapes[s].axes >= 0, all = (1 << shapes[s].rank) - 1;
       for (int64_t axes = large ? shapes[s].axes : 0; axes <= (large ? shapes[s].axes : all); axes++, at++) {
-        if (c->effort == SMALL ? at % 3 != 0 : c->effort == SHORT && s == 4 && (at + d) % 4) continue;
+        if (c->effort == SMALL ? !large && at % 3 != 0 : c->effort == SHORT && s == 6 && (at + d) % 4) continue;
         struct reduce_how h = { .rank = shapes[s].rank, .axes = axes, .op = at % 3 == 2, .accumulate = at % 2 };
         memcpy(h.shape, shapes[s].shape, sizeof h.shape);
         h.alpha = at % 5 == 3 ? 0.3 : 1;

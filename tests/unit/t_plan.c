@@ -96,6 +96,58 @@ static void slots_past_2_to_the_31_are_refused(void **state)
   FAILS(MOE_ERR_INVALID, "combine: T*K past 2^31-1", moe__check_combine(&combine));
 }
 
+static void primitive_ops_refuse(void **state)
+{
+  static int place;
+  const moe_tensor t = { &place, 0, MOE_F32, 2, { 3, 4 }, { 4, 1 } };
+  struct moe__args_nd_map map = { .dtype = MOE_F32, .y = t, .a = t, .b = t, .c = t, .op = MOE__ND_WHERE };
+  struct moe__args_nd_reduce sum = { .dtype = MOE_F32, .y = t, .a = t, .axes = 2 };
+  struct moe__args_nd_dropout drop = { .dtype = MOE_F32, .p = 1.5 };
+  struct moe__args_gemm batch = { .dtype = MOE_F32, .c = t, .a = t, .b = t, .M = 3, .N = 3, .K = 4, .batch = 2 };
+  struct moe__args_xent_fwd loss = { .dtype = MOE_F32, .V = 1, .smoothing = 1 };
+  (void)state;
+  OK(moe__check_nd_map(&map));
+  map.a.dtype = MOE_U8;
+  OK(moe__check_nd_map(&map));
+  map.a.dtype = MOE_I64;
+  FAILS(MOE_ERR_INVALID, "nd_map: a is i64, f32, bf16, f16, i32 or u8 is wanted", moe__check_nd_map(&map));
+  map.a.dtype = MOE_I32;
+  map.op = MOE__ND_ADD;
+  FAILS(MOE_ERR_INVALID, "nd_map: a is i32, f32, bf16 or f16 is wanted", moe__check_nd_map(&map));
+  map.a = t;
+  map.b.shape[0] = 1;
+  FAILS(MOE_ERR_INVALID, "nd_map: b has extent 1 in dimension 0, 3 is wanted", moe__check_nd_map(&map));
+  map.op = MOE__ND_EXP;
+  OK(moe__check_nd_map(&map));
+  map.y.stride[0] = 0;
+  FAILS(MOE_ERR_INVALID, "nd_map: y is written, and has stride 0 over extent 3 in dimension 0",
+        moe__check_nd_map(&map));
+  map.y.rank = 7;
+  FAILS(MOE_ERR_INVALID, "nd_map: y has rank 7, wanted 0..6", moe__check_nd_map(&map));
+  map.y = map.a = (moe_tensor){ &place, 0, MOE_F32, 2, { INT64_MAX / 2, 3 }, { 3, 1 } };
+  FAILS(MOE_ERR_INVALID, "nd_map: y has a negative extent, or too many elements", moe__check_nd_map(&map));
+
+  FAILS(MOE_ERR_INVALID, "nd_reduce: y has extent 4 in dimension 1, 1 is wanted", moe__check_nd_reduce(&sum));
+  sum.y.shape[1] = 1;
+  OK(moe__check_nd_reduce(&sum));
+  sum.axes = 4;
+  FAILS(MOE_ERR_INVALID, "nd_reduce: axes 4 outside 0..3", moe__check_nd_reduce(&sum));
+  sum.axes = 2;
+  sum.op = MOE__ND_LARGEST;
+  sum.accumulate = 1;
+  FAILS(MOE_ERR_INVALID, "nd_reduce: accumulate 1 outside 0..0", moe__check_nd_reduce(&sum));
+  sum.accumulate = 0;
+  sum.a.shape[1] = 16385;
+  assert_int_equal(moe__nd_reduce_scratch(&sum.a, 2), 6);
+  FAILS(MOE_ERR_INVALID, "nd_reduce: scratch is not given", moe__check_nd_reduce(&sum));
+
+  FAILS(MOE_ERR_INVALID, "nd_dropout: p 1.5, wanted 0..1", moe__check_nd_dropout(&drop));
+  FAILS(MOE_ERR_INVALID, "gemm: c has rank 2, 3 is wanted", moe__check_gemm(&batch));
+  batch.c = (moe_tensor){ &place, 0, MOE_F32, 3, { 2, 3, 3 }, { 0, 3, 1 } };
+  FAILS(MOE_ERR_INVALID, "gemm: c is written, and has stride 0 over extent 2 in dimension 0", moe__check_gemm(&batch));
+  FAILS(MOE_ERR_INVALID, "xent_fwd: smoothing 1, wanted 0 <= smoothing < 1", moe__check_xent_fwd(&loss));
+}
+
 /* ---- measure ----------------------------------------------------------------------------------------------------- */
 static void saved_is_h_and_the_routing_and_nothing_else(void **state)
 {
