@@ -281,8 +281,8 @@ FN void store_tile(const result *r, REAL *acc, LOCAL REAL *tiles, int T)
 
 /* ---- gemm ------------------------------------------------------------------------------------------------ */
 /* c[r,n] = alpha * sum_k a[map(r),k] b[e(r),n,k] + bias[e(r),n] (+ c): a [M,K], b [E,N,K]; e(r) is the expert whose
-   rows hold r.  Without offs each of the E experts has M rows of its own: a [E,M,K], c [E,M,N] (gemm and its batch).  SPLIT_N: N is that of one half, columns N..2N-1 are b1's.  SPLIT_K: K is
-   that of one half, k in K..2K-1 is b1's.
+   rows hold r.  Without offs each of the E experts has M rows of its own, a [E,M,K] and c [E,M,N]: gemm and its batch.
+   SPLIT_N: N is that of one half, columns N..2N-1 are b1's.  SPLIT_K: K is that of one half, k in K..2K-1 is b1's.
 
    A group takes one tile; groups of the same rows are neighbours, so that they share a's rows in the cache.
    With offs the row tiles begin anew at each expert: tile number t belongs to the last expert e with
@@ -290,15 +290,15 @@ FN void store_tile(const result *r, REAL *acc, LOCAL REAL *tiles, int T)
    at E + R/16T, so that a binary search finds the expert and the host need not know the split; tiles past an
    expert's rows end at once. */
 #define GEMM_PARAMETERS                                                                                                \
-  TENSOR(uchar, c), long c_es, long c_ms, long c_ns, int c_dt, TENSOR(const ST, a), long a_es, long a_ms, long a_ks, TENSOR(const ST, b0),   \
-      long b0_es, long b0_ns, long b0_ks, TENSOR(const ST, b1), long b1_es, long b1_ns, long b1_ks,                    \
-      TENSOR(const uchar, bias0), long bias0_es, long bias0_ns, TENSOR(const uchar, bias1), long bias1_es,             \
+  TENSOR(uchar, c), long c_es, long c_ms, long c_ns, int c_dt, TENSOR(const ST, a), long a_es, long a_ms, long a_ks,   \
+      TENSOR(const ST, b0), long b0_es, long b0_ns, long b0_ks, TENSOR(const ST, b1), long b1_es, long b1_ns,          \
+      long b1_ks, TENSOR(const uchar, bias0), long bias0_es, long bias0_ns, TENSOR(const uchar, bias1), long bias1_es, \
       long bias1_ns, int bias_dt, TENSOR(const int, offs), TENSOR(const int, map), long map_mul, int map_shift,        \
       long M, int E, long N, long K, int split, REAL alpha, int accumulate
 #define GEMM_ARGUMENTS                                                                                                 \
-  c, c_at, c_es, c_ms, c_ns, c_dt, a, a_at, a_es, a_ms, a_ks, b0, b0_at, b0_es, b0_ns, b0_ks, b1, b1_at, b1_es, b1_ns, b1_ks,      \
-      bias0, bias0_at, bias0_es, bias0_ns, bias1, bias1_at, bias1_es, bias1_ns, bias_dt, offs, offs_at, map, map_at,   \
-      map_mul, map_shift, M, E, N, K, split, alpha, accumulate
+  c, c_at, c_es, c_ms, c_ns, c_dt, a, a_at, a_es, a_ms, a_ks, b0, b0_at, b0_es, b0_ns, b0_ks, b1, b1_at, b1_es,        \
+      b1_ns, b1_ks, bias0, bias0_at, bias0_es, bias0_ns, bias1, bias1_at, bias1_es, bias1_ns, bias_dt, offs,           \
+      offs_at, map, map_at, map_mul, map_shift, M, E, N, K, split, alpha, accumulate
 #define SPLIT_N 1
 #define SPLIT_K 2
 

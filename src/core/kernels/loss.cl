@@ -59,8 +59,8 @@ KERNEL(xent_fwd_rows)(TENSOR(REAL, lse), TENSOR(REAL, rowloss), TENSOR(const uch
   }
 }
 /* loss[0] = mean of rowloss over the rows that count, 0 for none: one group, a fixed tree. */
-KERNEL(xent_fwd_mean)(TENSOR(REAL, loss), TENSOR(REAL, counted), TENSOR(const REAL, rowloss), TENSOR(const int, targets),
-                      long T, int ignoring, long ignored)
+KERNEL(xent_fwd_mean)(TENSOR(REAL, loss), TENSOR(REAL, counted), TENSOR(const REAL, rowloss),
+                      TENSOR(const int, targets), long T, int ignoring, long ignored)
 {
   LOCAL_ARRAY(REAL, buf, 256);
   LOCAL_ARRAY(int, counts, 256);

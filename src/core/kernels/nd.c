@@ -97,9 +97,12 @@ static int64_t width_of(int64_t dtype, int64_t N)
 }
 
 /* ---- maps --------------------------------------------------------------------------------------------------- */
-static moe_status run_nd_map(moe_queue *q, const struct moe__args_nd_map *args)
+static moe_status run_nd_map(moe_queue *q, const struct moe__args_nd_map *given)
 {
   static const struct moe__kernel K = { "nd", "nd_map" };
+  struct moe__args_nd_map square = *given;
+  const struct moe__args_nd_map *args = given->op == MOE__ND_POW && given->alpha == 2 ? &square : given;
+  square.op = MOE__ND_MUL, square.b = square.a; /* many times as fast */
   const moe_tensor *const tensors[OPERANDS] = { &args->y, &args->a, &args->b, &args->c };
   const moe_tensor *y = &args->y;
   const int two = args->op >= MOE__ND_ADD && args->op <= MOE__ND_WHERE, where = args->op == MOE__ND_WHERE;

@@ -38,11 +38,23 @@ CHUNK_FN(sqrt)
 CHUNK_FN(tanh)
 CHUNK_FN(erf)
 
+FN chunk pow_chunk(chunk c, REAL exponent)
+{
+#ifdef MOE_CUDA
+  UNROLL EACH(j) c.v[j] = pow(c.v[j], exponent);
+#else
+  chunk e;
+  UNROLL EACH(j) e.v[j] = exponent;
+  CHUNK_STORE(pow(CHUNK_LOAD(0, c.v), CHUNK_LOAD(0, e.v)), 0, c.v);
+#endif
+  return c;
+}
+
 /* ---- places -------------------------------------------------------------------------------------------- */
 /* Five numbers of one operand, as arguments of a kernel and as an array. */
 #define FIVE(name) long name##0, long name##1, long name##2, long name##3, long name##4
 #define FIVE_ARRAY(name) const long name[OUTER] = { name##0, name##1, name##2, name##3, name##4 }
-/* ... as a bound on their common divisors: for CHUNK_OK */
+/* ... as one that a power of two divides where it divides all: for CHUNK_OK */
 #define FIVE_OR(name) (name##0 | name##1 | name##2 | name##3 | name##4)
 
 /* n/d for n >= 0, d > 0: most numbers are short, and the division of those is several times faster. */
@@ -64,6 +76,15 @@ FN long place(const long *index, const long *stride)
   long at = 0;
   UNROLL for (int d = 0; d < OUTER; d++) at += index[d] * stride[d];
   return at;
+}
+/* Where row number `row` begins. */
+FN long row_place(long row, int n, const long *extent, const long *stride)
+{
+  long index[OUTER];
+  if (n == 0) return 0;
+  if (n == 1) return row * stride[0];
+  unravel(index, row, extent, n);
+  return place(index, stride);
 }
 /* The row of place i of a walk over rows of `width`; n: the dimensions that number the rows. */
 FN long row_of(long i, long width, int n)
@@ -119,7 +140,7 @@ FN chunk nd_apply(int op, chunk a, chunk b, chunk c, REAL alpha)
   } else if (op == ND_WHERE) {
     UNROLL EACH(j) a.v[j] = a.v[j] != R(0.0) ? b.v[j] : c.v[j];
   } else if (op == ND_POW) {
-    UNROLL EACH(j) a.v[j] = pow(a.v[j], alpha);
+    a = pow_chunk(a, alpha);
   } else if (op == ND_EXP) {
     a = exp_chunk(a);
   } else if (op == ND_LOG) {
@@ -162,19 +183,21 @@ KERNEL(nd_map)(TENSOR(uchar, y), int ydt, TENSOR(const uchar, a), int adt, TENSO
   const long width = width_of(N);
   MAP_CHUNKS(i, total, run) {
     const long row = row_of(i, width, outer), col = i - row * width, left = N - col;
-    long index[OUTER];
-    unravel(index, row, extent, outer);
-    const long at = y_at + place(index, y_row) + col * y_col;
-    chunk x = nd_chunk(a, a_at + place(index, a_row) + col * a_col, a_col, left, a_wide, adt), u = x, v = x;
-    if (op >= ND_ADD && op <= ND_WHERE)
-      u = nd_chunk(b, b_at + place(index, b_row) + col * b_col, b_col, left, b_wide, bdt);
-    if (op == ND_WHERE) v = nd_chunk(c, c_at + place(index, c_row) + col * c_col, c_col, left, c_wide, cdt);
+    long y_i = y_at + col * y_col, a_i = a_at + col * a_col, b_i = b_at + col * b_col, c_i = c_at + col * c_col;
+    if (outer) {
+      long index[OUTER];
+      unravel(index, row, extent, outer);
+      y_i += place(index, y_row), a_i += place(index, a_row), b_i += place(index, b_row), c_i += place(index, c_row);
+    }
+    chunk x = nd_chunk(a, a_i, a_col, left, a_wide, adt), u = x, v = x;
+    if (op >= ND_ADD && op <= ND_WHERE) u = nd_chunk(b, b_i, b_col, left, b_wide, bdt);
+    if (op == ND_WHERE) v = nd_chunk(c, c_i, c_col, left, c_wide, cdt);
     x = nd_apply(op, x, u, v, alpha);
     if (accumulate) {
-      u = ldx_chunk(y, at, y_col, left, y_wide, ydt);
+      u = ldx_chunk(y, y_i, y_col, left, y_wide, ydt);
       UNROLL EACH(j) x.v[j] += u.v[j];
     }
-    stx_chunk(y, at, y_col, left, y_wide, ydt, x);
+    stx_chunk(y, y_i, y_col, left, y_wide, ydt, x);
   }
 }
 
@@ -234,8 +257,8 @@ KERNEL(nd_reduce_rows)(TENSOR(uchar, y), int ydt, long y_part, TENSOR(const ucha
     chunk c[AHEAD];
     UNROLL for (int u = 0; u < AHEAD; u++) {
       const long at = i + u * step, row = row_of(at, width, in), col = at - row * width;
-      unravel(index, row, in_extent, in);
-      c[u] = nd_some(a, from + place(index, a_in) + col * a_col, a_col, at < stop ? N - col : 0, wide, adt, op);
+      const long k_at = from + row_place(row, in, in_extent, a_in) + col * a_col;
+      c[u] = nd_some(a, k_at, a_col, at < stop ? N - col : 0, wide, adt, op);
     }
     UNROLL for (int u = 0; u < AHEAD; u++) sum = nd_combine(op, sum, c[u]);
   }
@@ -274,8 +297,8 @@ KERNEL(nd_reduce_columns)(TENSOR(uchar, y), int ydt, long y_part, TENSOR(const u
   for (long r = part * length; r < stop; r += AHEAD) {
     chunk c[AHEAD];
     UNROLL for (int u = 0; u < AHEAD; u++) {
-      unravel(index, r + u, in_extent, in);
-      c[u] = nd_some(a, from + place(index, a_in), a_col, r + u < stop ? left : 0, a_wide, adt, op);
+      const long k_at = from + row_place(r + u, in, in_extent, a_in);
+      c[u] = nd_some(a, k_at, a_col, r + u < stop ? left : 0, a_wide, adt, op);
     }
     UNROLL for (int u = 0; u < AHEAD; u++) sum = nd_combine(op, sum, c[u]);
   }
