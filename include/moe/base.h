@@ -57,7 +57,8 @@ MOE_API const char *moe_version_string(void);
   XX(ERR_NO_DERIVATIVE, -10, "the state cannot give this derivative")                                                  \
   XX(ERR_NO_SECOND_DERIVATIVE, -11, "a fused operation has first derivatives only")                                    \
   XX(ERR_VERSION, -12, "a struct sets a member this library does not know")                                            \
-  XX(ERR_DATA, -13, "bad data was met on the device (health word set)")
+  XX(ERR_DATA, -13, "bad data was met on the device (health word set)")                                                \
+  XX(ERR_CHECK, -17, "a check found a result outside its bound")
 
 typedef enum moe_status {
 #define XX(name, value, text) MOE_##name = value,

@@ -19,9 +19,20 @@ typedef struct moe_value { /* {0}: no value */
   uint64_t id;
 } moe_value;
 
+/* What happens when a gradient is NaN, infinite, or >= health_limit in magnitude.  It is looked for on the device, in
+   every gradient that a backward computes; the answer is there at the next wait of the queue. */
+typedef enum moe_health_policy {
+  MOE_HEALTH_POLICY_OFF = 0,
+  MOE_HEALTH_POLICY_COUNT = 1, /* moe_tape_health tells */
+  MOE_HEALTH_POLICY_FAIL = 2   /* moe_queue_wait too: MOE_ERR_DATA, naming the node and the first bad element */
+} moe_health_policy;
+
 typedef struct moe_tape_desc {
   uint64_t size;
-  uint64_t block; /* bytes of an arena block; 0: 64 MiB */
+  uint64_t block;             /* bytes of an arena block; 0: 64 MiB */
+  int64_t health_policy;      /* moe_health_policy */
+  double health_limit;        /* 0: 1e10 */
+  int64_t health_activations; /* 1: results of operations are looked at as well */
 } moe_tape_desc;
 MOE_INIT(moe_tape_desc)
 
@@ -33,6 +44,9 @@ MOE_API void moe_tape_free(moe_tape *tape);
 MOE_API void moe_tape_reset(moe_tape *tape);
 /* The first error since create or reset, with its text in moe_last_error; MOE_OK where there is none. */
 MOE_API MOE_CHECKED moe_status moe_tape_status(const moe_tape *tape);
+/* 0: what follows is not recorded, so no gradient flows through it (a region without gradients); 1: it is.  Returns
+   what was set before. */
+MOE_API int64_t moe_tape_set_recording(moe_tape *tape, int64_t on);
 /* Bytes of device memory held, and of it used since the last reset. */
 MOE_API void moe_tape_memory(const moe_tape *tape, uint64_t *held, uint64_t *used);
 
@@ -42,51 +56,219 @@ MOE_API void moe_tape_memory(const moe_tape *tape, uint64_t *held, uint64_t *use
 MOE_API moe_value moe_tape_leaf(moe_tape *tape, const moe_tensor *tensor, int64_t needs_grad);
 /* A parameter: backward writes its gradient to `grad` (packed, same shape, any float). */
 MOE_API moe_value moe_tape_param(moe_tape *tape, const moe_tensor *tensor, const moe_tensor *grad);
+/* The same tensor as a constant: no gradient flows through it. */
+MOE_API moe_value moe_tape_detach(moe_tape *tape, moe_value v);
 /* The tensor behind a value; valid until the next reset. */
 MOE_API MOE_CHECKED moe_status moe_tape_tensor(moe_tensor *out, const moe_tape *tape, moe_value v);
 /* Blocks; reads up to n elements, converted to double. */
 MOE_API MOE_CHECKED moe_status moe_tape_read(moe_tape *tape, moe_value v, double *out, int64_t n);
 
-/* ---- operations; shapes as written, packed; floats keep their dtype ------------------------------------------- */
-MOE_API moe_value moe_tape_add(moe_tape *tape, moe_value a, moe_value b); /* same shape */
-MOE_API moe_value moe_tape_mul(moe_tape *tape, moe_value a, moe_value b); /* same shape */
+/* ---- operations ------------------------------------------------------------------------------------------------
+   Results are packed and new (reshape and detach share memory).  Floats keep their dtype; a and b of one call have the
+   same one.  Each is differentiable any number of times. */
+/* Shapes broadcast as numpy's do: aligned at the last dimension, an extent of 1 repeats. */
+MOE_API moe_value moe_tape_add(moe_tape *tape, moe_value a, moe_value b);
+MOE_API moe_value moe_tape_sub(moe_tape *tape, moe_value a, moe_value b);
+MOE_API moe_value moe_tape_mul(moe_tape *tape, moe_value a, moe_value b);
+MOE_API moe_value moe_tape_div(moe_tape *tape, moe_value a, moe_value b);
+/* The larger one; NaN where either is.  Where they are equal each gets half of the gradient. */
+MOE_API moe_value moe_tape_maximum(moe_tape *tape, moe_value a, moe_value b);
+/* condition != 0 ? a : b.  condition: U8, I32 or a float; it has no gradient. */
+MOE_API moe_value moe_tape_where(moe_tape *tape, moe_value condition, moe_value a, moe_value b);
+/* a > b as 1 or 0, in their dtype; no gradient. */
+MOE_API moe_value moe_tape_greater(moe_tape *tape, moe_value a, moe_value b);
+MOE_API moe_value moe_tape_broadcast(moe_tape *tape, moe_value a, int64_t rank, const int64_t *shape);
+
+MOE_API moe_value moe_tape_neg(moe_tape *tape, moe_value a);
 MOE_API moe_value moe_tape_scale(moe_tape *tape, moe_value a, double factor);
+/* a^exponent; 0^0 is 1; a negative a wants a whole exponent, else NaN. */
+MOE_API moe_value moe_tape_pow(moe_tape *tape, moe_value a, double exponent);
+MOE_API moe_value moe_tape_exp(moe_tape *tape, moe_value a);
+MOE_API moe_value moe_tape_log(moe_tape *tape, moe_value a);
+MOE_API moe_value moe_tape_sqrt(moe_tape *tape, moe_value a);
+MOE_API moe_value moe_tape_tanh(moe_tape *tape, moe_value a);
+MOE_API moe_value moe_tape_sigmoid(moe_tape *tape, moe_value a);
+MOE_API moe_value moe_tape_relu(moe_tape *tape, moe_value a); /* derivative 0 at 0 */
+MOE_API moe_value moe_tape_silu(moe_tape *tape, moe_value a);
+MOE_API moe_value moe_tape_erf(moe_tape *tape, moe_value a);
+MOE_API moe_value moe_tape_gelu(moe_tape *tape, moe_value a);      /* a (1 + erf(a/sqrt 2)) / 2 */
+MOE_API moe_value moe_tape_gelu_tanh(moe_tape *tape, moe_value a); /* the tanh form */
+/* The values in another float dtype (F64 <-> F32, and F32, BF16, F16 among each other). */
+MOE_API moe_value moe_tape_cast(moe_tape *tape, moe_value a, int64_t dtype);
+
+/* Over all elements: [1], FP32 (FP64 in f64). */
+MOE_API moe_value moe_tape_sum(moe_tape *tape, moe_value a);
+MOE_API moe_value moe_tape_mean(moe_tape *tape, moe_value a);
+/* Over n axes, which become extents of 1, or vanish unless `keep`.  In a's dtype, summed in FP32 (FP64).  The gradient
+   of the largest goes to it, in equal parts where several are equal. */
+MOE_API moe_value moe_tape_sum_axes(moe_tape *tape, moe_value a, int64_t n, const int64_t *axes, int64_t keep);
+MOE_API moe_value moe_tape_mean_axes(moe_tape *tape, moe_value a, int64_t n, const int64_t *axes, int64_t keep);
+MOE_API moe_value moe_tape_max_axes(moe_tape *tape, moe_value a, int64_t n, const int64_t *axes, int64_t keep);
+
 MOE_API moe_value moe_tape_reshape(moe_tape *tape, moe_value a, int64_t rank, const int64_t *shape);
-/* op(a) op(b), rank 2, each transposed if asked. */
-MOE_API moe_value moe_tape_matmul(moe_tape *tape, moe_value a, moe_value b, int64_t transpose_a, int64_t transpose_b);
-/* rows of table [V,D] at ids [n] (I32): [n,D]; an id out of range gives a NaN row and MOE_HEALTH_ID. */
+/* Dimension d of the result is dimension order[d] of a; `rank` entries. */
+MOE_API moe_value moe_tape_permute(moe_tape *tape, moe_value a, const int64_t *order);
+MOE_API moe_value moe_tape_slice(moe_tape *tape, moe_value a, int64_t dim, int64_t begin, int64_t end);
+MOE_API moe_value moe_tape_concat(moe_tape *tape, const moe_value *parts, int64_t n, int64_t dim);
+/* y[i,:] = x[ids[i],:], x [V,D], ids [n] I32: [n,D]; an id out of range gives a NaN row and MOE_HEALTH_ID. */
+MOE_API moe_value moe_tape_gather_rows(moe_tape *tape, moe_value x, moe_value ids);
+/* y[v,:] = sum over i with ids[i] = v of x[i,:], in order of i: [rows,D], x [n,D].  An id out of range sets
+   MOE_HEALTH_ID and its row is left out. */
+MOE_API moe_value moe_tape_scatter_rows(moe_tape *tape, moe_value x, moe_value ids, int64_t rows);
+/* gather_rows under its usual name. */
 MOE_API moe_value moe_tape_embedding(moe_tape *tape, moe_value table, moe_value ids);
-/* x * w / sqrt(mean(x^2) + eps) over the last dimension; x [T,D], w [D]. */
+
+/* op(a) op(b): the last two dimensions, each transposed if asked; those before them broadcast. */
+MOE_API moe_value moe_tape_matmul(moe_tape *tape, moe_value a, moe_value b, int64_t transpose_a, int64_t transpose_b);
+
+/* Over dimension `dim`. */
+MOE_API moe_value moe_tape_softmax(moe_tape *tape, moe_value a, int64_t dim);
+MOE_API moe_value moe_tape_log_softmax(moe_tape *tape, moe_value a, int64_t dim);
+/* Over the last dimension, of extent D.  x * w / sqrt(mean(x^2) + eps), w [D]; and (x - mean) / sqrt(var + eps) * w + b,
+   var the mean of (x - mean)^2, b the null value for none. */
 MOE_API moe_value moe_tape_rms_norm(moe_tape *tape, moe_value x, moe_value w, double eps);
+MOE_API moe_value moe_tape_layer_norm(moe_tape *tape, moe_value x, moe_value w, moe_value b, double eps);
+
 /* mean over T of -log softmax(logits)[target]: logits [T,V], targets [T] (I32): [1], FP32 (FP64 in f64). */
 MOE_API moe_value moe_tape_cross_entropy(moe_tape *tape, moe_value logits, moe_value targets);
-MOE_API moe_value moe_tape_sum(moe_tape *tape, moe_value a);  /* [1], FP32 (FP64 in f64) */
-MOE_API moe_value moe_tape_mean(moe_tape *tape, moe_value a); /* [1] */
+typedef struct moe_cross_entropy {
+  uint64_t size;
+  int64_t ignore;       /* 1: rows whose target is ignore_index count for nothing; none left: the loss is 0 */
+  int64_t ignore_index; /* any I32 */
+  double smoothing;     /* s in [0,1): (1-s) * loss + s * mean over the classes of -log softmax */
+} moe_cross_entropy;
+MOE_INIT(moe_cross_entropy)
+MOE_API moe_value moe_tape_cross_entropy_options(moe_tape *tape, moe_value logits, moe_value targets,
+                                                 const moe_cross_entropy *options);
 
+/* Each element is 0 with probability p, else a/(1-p).  Which ones is a function of (seed, stream, step, index) alone:
+   the same on every device, and again in a recomputed segment.  step: [1] I32 or I64 on the device, or the null
+   value.  p in [0,1). */
+MOE_API moe_value moe_tape_dropout(moe_tape *tape, moe_value a, double p, uint64_t seed, int64_t stream, moe_value step);
+
+/* ---- the Mixture-of-Experts layer ---------------------------------------------------------------------------------- */
 typedef struct moe_tape_moe {
   uint64_t size;
-  moe_span params, grads; /* the layer's; grads may be absent: a frozen layer whose dx still flows */
+  moe_span params, grads; /* the layer's; grads may be absent: nothing is written, dx still flows */
   moe_tensor mask, ids, aux_scale;
   int64_t sequences;
+  /* 1: parameters need gradients though grads is absent; ask moe_tape_gradients for them. */
+  int64_t differentiate;
 } moe_tape_moe;
 MOE_INIT(moe_tape_moe)
 /* x [T,D] to [T,D].  The parameters' gradients go to `grads`.  state, where not NULL, receives the
-   layer's state (views and metrics), valid until the next reset. */
+   layer's state (views and metrics), valid until the next reset.  A fused operation: its gradients are differentiable
+   with MOE_DECOMPOSE only, which computes the layer again by primitive operations, the choice of experts fixed. */
 MOE_API moe_value moe_tape_moe_layer(moe_tape *tape, moe_layer *layer, moe_value x, const moe_tape_moe *options,
                                      moe_layer_state *state);
+/* The parameter `index` of moe_layer_param, as the call that made y used it: what moe_tape_gradients and moe_hvp take.
+   The null value where it is not trainable. */
+MOE_API moe_value moe_tape_moe_param(moe_tape *tape, moe_value y, int64_t index);
+
+/* ---- the caller's own functions -------------------------------------------------------------------------------------- */
+/* forward computes n_out values (of tape operations, or leaves whose tensors it fills itself) from n_in; nothing that it
+   does is recorded.  What backward will need besides inputs and outputs it leaves in saved[0..n_saved-1].
+   backward is given the gradients of the outputs (null: none flows) and sets din[i] to those of the inputs (null: none),
+   by tape operations, which are recorded where MOE_CREATE_GRAPH was given: so a second derivative exists if it uses the
+   values it was given.  It may read values and wait.
+   An error that either returns stops the pass, with the function's name before its text, and is the tape's status:
+   after moe_tape_reset the tape is as new. */
+typedef struct moe_tape_call {
+  uint64_t size;
+  moe_tape *tape;
+  const moe_value *in;
+  moe_value *out, *saved;
+  int64_t n_in, n_out, n_saved;
+} moe_tape_call;
+
+typedef struct moe_function {
+  uint64_t size;
+  const char *name; /* copied */
+  moe_status (*forward)(void *user, const moe_tape_call *call);
+  moe_status (*backward)(void *user, const moe_tape_call *call, const moe_value *dout, moe_value *din);
+  void (*release)(void *user); /* called once for each call, at the tape's next reset or its end; may be NULL */
+  void *user;
+  int64_t n_out, n_saved;
+} moe_function;
+MOE_INIT(moe_function)
+/* Sets out[0..n_out-1]; null values after an error. */
+MOE_API MOE_CHECKED moe_status moe_tape_custom(moe_value *out, moe_tape *tape, const moe_function *function,
+                                               const moe_value *in, int64_t n_in);
+/* A new tensor in the tape's memory, its contents undefined: for a custom forward to fill. */
+MOE_API moe_value moe_tape_empty(moe_tape *tape, int64_t dtype, int64_t rank, const int64_t *shape);
+
+/* A segment whose intermediate results are not kept: they are computed again in backward (gradient checkpointing), with
+   the same choice of experts and the same dropout.  segment sets out[0..n_out-1] from in; it runs now and once in each
+   backward, so it must do the same each time.  Gradients flow to `in` and to parameters made before the call. */
+typedef moe_status moe_segment(void *user, moe_tape *tape, const moe_value *in, int64_t n_in, moe_value *out,
+                               int64_t n_out);
+MOE_API MOE_CHECKED moe_status moe_tape_recompute(moe_value *out, int64_t n_out, moe_tape *tape, moe_segment *segment,
+                                                  void *user, const moe_value *in, int64_t n_in);
 
 /* ---- backward ---------------------------------------------------------------------------------------------------- */
 typedef enum moe_backward_flags {
   MOE_CREATE_GRAPH = 1, /* gradients are values that can be differentiated again */
-  MOE_ACCUMULATE = 2    /* parameters' gradient tensors and layers' grads are added to, not overwritten */
+  MOE_ACCUMULATE = 2,   /* parameters' gradient tensors and layers' grads are added to, not overwritten */
+  MOE_DECOMPOSE = 4     /* fused operations too: their gradients come from primitive operations */
 } moe_backward_flags;
 
-/* Gradients of the scalar `of` [1] (seed 1, or the value `seed` [1]) for every value it depends on.  Each call
-   starts from clean gradients.  Fused operations (embedding, rms_norm, cross_entropy, the layer) have first
-   derivatives only: differentiating their gradients is MOE_ERR_NO_SECOND_DERIVATIVE, naming the node. */
+/* Gradients of `of` for every value it depends on, the parameters' written to their tensors.  seed: the gradient of
+   `of`, in its shape and dtype; the null value, for one element: 1.  Each call starts from clean gradients.
+   Differentiating a gradient of a fused operation is MOE_ERR_NO_SECOND_DERIVATIVE, naming the node. */
 MOE_API MOE_CHECKED moe_status moe_tape_backward(moe_tape *tape, moe_value of, moe_value seed, int64_t flags);
-/* The gradient of v from the last backward; the null value where none flowed. */
+/* The gradient of v from the last moe_tape_backward; the null value where none flowed. */
 MOE_API moe_value moe_tape_grad(const moe_tape *tape, moe_value v);
+/* grads[i] = sum over j of the gradient of of[j], times seeds[j], with respect to wrt[i]; the null value where none
+   flows.  Writes no parameter's gradient tensor.  seeds may be NULL: each `of` has one element, and 1 is meant.
+   flags: MOE_CREATE_GRAPH, MOE_DECOMPOSE.  May be called inside a custom backward. */
+MOE_API MOE_CHECKED moe_status moe_tape_gradients(moe_value *grads, moe_tape *tape, const moe_value *of,
+                                                  const moe_value *seeds, int64_t n_of, const moe_value *wrt,
+                                                  int64_t n_wrt, int64_t flags);
+
+/* Hessian-vector products: hv[i] = d/d wrt[i] of sum over j of <d of/d wrt[j], v[j]>, by two backward passes, in the
+   memory of two.  of: one element.  v[j]: shape and dtype of wrt[j].  The null value where it is identically 0.
+   flags: MOE_DECOMPOSE. */
+MOE_API MOE_CHECKED moe_status moe_hvp(moe_value *hv, moe_tape *tape, moe_value of, const moe_value *wrt,
+                                       const moe_value *v, int64_t n, int64_t flags);
+
+/* ---- checks -------------------------------------------------------------------------------------------------------- */
+typedef struct moe_tape_health_info {
+  uint64_t size;
+  int64_t bad;   /* gradients with a bad element, since the last call */
+  char node[64]; /* the operation that gave the first one, in order of the walk; "" where there is none */
+  int64_t input; /* of the operation's inputs */
+  int64_t index; /* of the first bad element, in packed order */
+} moe_tape_health_info;
+MOE_INIT(moe_tape_health_info)
+/* Blocks; clears what it tells. */
+MOE_API MOE_CHECKED moe_status moe_tape_health(moe_tape_health_info *out, moe_tape *tape);
+
+/* Records the function under test: n inputs to one value (any float shape). */
+typedef moe_value moe_recorded(void *user, moe_tape *tape, const moe_value *in, int64_t n);
+typedef struct moe_gradcheck_desc {
+  uint64_t size;
+  double step;      /* of the central differences; 0: 1e-4 */
+  double threshold; /* of |n - a| / max(|n| + |a|, 1e-8); 0: 1e-4 */
+  int64_t second;   /* 1: the gradient of <gradient, random direction> is checked instead */
+  int64_t flags;    /* MOE_DECOMPOSE */
+  uint64_t seed;    /* of the random weights that make one number of the output, and of the direction */
+  int64_t elements; /* at most so many of each input, evenly spread; 0: all */
+} moe_gradcheck_desc;
+MOE_INIT(moe_gradcheck_desc)
+typedef struct moe_gradcheck_result {
+  uint64_t size;
+  int64_t checked;          /* elements */
+  int64_t input, index;     /* the worst one */
+  double numeric, analytic; /* there */
+  double error;
+} moe_gradcheck_result;
+MOE_INIT(moe_gradcheck_result)
+/* Central differences in f64 against the tape's gradients, on a tape of its own.  inputs: n packed F64 tensors, changed
+   while it runs and put back.  MOE_ERR_CHECK where the worst error is over the threshold, with input, index and both
+   numbers; out (may be NULL) is filled then too.  MOE_ERR_UNSUPPORTED on a device without fp64. */
+MOE_API MOE_CHECKED moe_status moe_gradcheck(moe_gradcheck_result *out, moe_queue *queue, moe_recorded *function,
+                                             void *user, const moe_tensor *inputs, int64_t n,
+                                             const moe_gradcheck_desc *desc);
 
 #ifdef __cplusplus
 }
