@@ -132,6 +132,22 @@ struct moe__args_row_dot {
   moe_tensor ids; /* [T*K] in I32, packed */
   int64_t T, K, E, D;
 };
+/* y[t,k] = x[t,ids[t,k]]; NaN for ids outside [0,E). */
+struct moe__args_gather_cols {
+  int64_t dtype;
+  moe_tensor y;   /* [T,K] out ST */
+  moe_tensor x;   /* [T,E] in ST */
+  moe_tensor ids; /* [T,K] in I32, packed; may repeat in a row */
+  int64_t T, E, K;
+};
+/* y[t,e] = sum of x[t,k] over the k with ids[t,k] = e, in order of k; ids outside [0,E) count for nothing. */
+struct moe__args_scatter_cols {
+  int64_t dtype;
+  moe_tensor y;   /* [T,E] out ST */
+  moe_tensor x;   /* [T,K] in ST */
+  moe_tensor ids; /* as above */
+  int64_t T, E, K;
+};
 
 /* ---- norm: y = x * rstd * w, rstd = 1/sqrt(mean(x^2) + eps) -------------------------------------------- */
 struct moe__args_rms_fwd {

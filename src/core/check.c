@@ -227,6 +227,26 @@ CHECK(row_dot)
   V(ids, INT | PACKED, a->T * a->K);
   return MOE_OK;
 }
+CHECK(gather_cols)
+{
+  IN(T, 0, ROWS);
+  IN(E, 0, ROWS);
+  IN(K, 0, ROWS);
+  M(y, ST | DISTINCT, a->T, a->K);
+  M(x, ST, a->T, a->E);
+  M(ids, INT | PACKED, a->T, a->K);
+  return MOE_OK;
+}
+CHECK(scatter_cols)
+{
+  IN(T, 0, ROWS);
+  IN(E, 0, ROWS);
+  IN(K, 0, ROWS);
+  M(y, ST | DISTINCT, a->T, a->E);
+  M(x, ST, a->T, a->K);
+  M(ids, INT | PACKED, a->T, a->K);
+  return MOE_OK;
+}
 CHECK(rms_fwd)
 {
   IN(T, 0, ROWS);

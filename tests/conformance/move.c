@@ -135,3 +135,77 @@ void conform_row_dot(struct conform *c)
       dot_case(c, c_dtypes[d], tokens[i], 1 + i % 3, 3, widths[(i + 5) % WIDTHS], c_layout(i + 2), 1);
     }
 }
+
+/* ids [T,K] with repetitions in a row, and some out of range. */
+static int32_t *column_ids(struct conform *c, int64_t T, int64_t E, int64_t K, int bad)
+{
+  int32_t *ids = t_ints(&c->m, T * K);
+  const int32_t unknown[] = { -1, (int32_t)E, INT32_MIN, INT32_MAX };
+  for (int64_t i = 0; i < T * K; i++) ids[i] = (int32_t)t_below(&c->m, E);
+  for (int64_t i = 1; i < T * K; i += 3)
+    if (i % K) ids[i] = ids[i - 1];
+  for (int64_t i = 0; bad && i < T * K; i += 5) ids[i] = unknown[i % 4];
+  return ids;
+}
+
+struct columns_how {
+  int64_t T, E, K;
+  int layout, bad;
+};
+
+static void gather_cols_case(struct conform *c, int64_t dtype, struct columns_how h)
+{
+  if (!c_begin(c, dtype, "T=%lld E=%lld K=%lld layout=%d%s", (long long)h.T, (long long)h.E, (long long)h.K, h.layout,
+               h.bad ? " ids out of range" : ""))
+    return;
+  struct moe__args_gather_cols args = { .dtype = dtype, .T = h.T, .E = h.E, .K = h.K };
+  num *x = t_uniform(&c->m, h.T * h.E, dtype, 1), *want = t_nums(&c->m, h.T * h.K);
+  int32_t *ids = column_ids(c, h.T, h.E, h.K, h.bad);
+  args.x = c_in(c, dtype, h.layout, x, SHAPE(h.T, h.E));
+  args.ids = c_in_ints(c, ids, SHAPE(h.T, h.K));
+  args.y = c_out(c, dtype, c_layout(h.E), SHAPE(h.T, h.K));
+  if (c_run_gather_cols(c, &args)) {
+    ref_gather_cols(want, x, ids, h.T, h.E, h.K);
+    c_check(c, "y", &args.y, want);
+  }
+  c_end(c);
+}
+
+static void scatter_cols_case(struct conform *c, int64_t dtype, struct columns_how h)
+{
+  if (!c_begin(c, dtype, "T=%lld E=%lld K=%lld layout=%d%s", (long long)h.T, (long long)h.E, (long long)h.K, h.layout,
+               h.bad ? " ids out of range" : ""))
+    return;
+  struct moe__args_scatter_cols args = { .dtype = dtype, .T = h.T, .E = h.E, .K = h.K };
+  num *x = t_uniform(&c->m, h.T * h.K, dtype, 1), *want = t_nums(&c->m, h.T * h.E);
+  int32_t *ids = column_ids(c, h.T, h.E, h.K, h.bad);
+  args.x = c_in(c, dtype, h.layout, x, SHAPE(h.T, h.K));
+  args.ids = c_in_ints(c, ids, SHAPE(h.T, h.K));
+  args.y = c_out(c, dtype, c_layout(h.E), SHAPE(h.T, h.E));
+  if (c_run_scatter_cols(c, &args)) {
+    ref_scatter_cols(want, x, ids, h.T, h.E, h.K);
+    c_check(c, "y", &args.y, want);
+  }
+  c_end(c);
+}
+
+static void each_columns(struct conform *c, void (*one)(struct conform *, int64_t, struct columns_how))
+{
+  static const int64_t tokens[] = { 3, 1, 33, 0, 65, 2, 127, 9 }, experts[] = { 4, 1, 64, 3, 7, 129, 8, 257 },
+                       chosen[] = { 2, 1, 8, 3, 6 };
+  for (int64_t d = 0; d < C_DTYPES; d++)
+    for (int64_t i = 0; i < (c->effort == SMALL ? 4 : 8); i++)
+      for (int bad = 0; bad < 2; bad++)
+        one(c, c_dtypes[d],
+            (struct columns_how){ tokens[(i + d) % 8], experts[i], chosen[(i + bad) % 5], c_layout(i + bad), bad });
+}
+
+void conform_gather_cols(struct conform *c)
+{
+  each_columns(c, gather_cols_case);
+}
+
+void conform_scatter_cols(struct conform *c)
+{
+  each_columns(c, scatter_cols_case);
+}

@@ -36,3 +36,19 @@ void ref_row_dot(num *y, const num *a, const num *b, const int32_t *ids, int64_t
     y[i] = sum_end(&s);
   }
 }
+
+void ref_gather_cols(num *y, const num *x, const int32_t *ids, int64_t T, int64_t E, int64_t K)
+{
+  for (int64_t i = 0; i < T * K; i++) y[i] = ids[i] >= 0 && ids[i] < E ? x[i / K * E + ids[i]] : n_exact(NAN);
+}
+
+void ref_scatter_cols(num *y, const num *x, const int32_t *ids, int64_t T, int64_t E, int64_t K)
+{
+  for (int64_t t = 0; t < T; t++)
+    for (int64_t e = 0; e < E; e++) {
+      struct sum s = { 0 };
+      for (int64_t k = 0; k < K; k++)
+        if (ids[t * K + k] == e) sum_add(&s, x[t * K + k]);
+      y[t * E + e] = sum_end(&s);
+    }
+}

@@ -137,6 +137,8 @@ void ref_gather_rows(num *y, int32_t *health, const num *x, const int32_t *map, 
 void ref_combine(num *y, const num *rows, const num *weights, const int32_t *slot2row, const num *add, int64_t T,
                  int64_t K, int64_t D, int64_t unweighted);
 void ref_row_dot(num *y, const num *a, const num *b, const int32_t *ids, int64_t T, int64_t K, int64_t E, int64_t D);
+void ref_gather_cols(num *y, const num *x, const int32_t *ids, int64_t T, int64_t E, int64_t K);
+void ref_scatter_cols(num *y, const num *x, const int32_t *ids, int64_t T, int64_t E, int64_t K);
 
 /* ---- norm ---------------------------------------------------------------------------------------------------- */
 void ref_rms_fwd(num *y, num *rstd, const num *x, const num *w, int64_t T, int64_t D, double eps);

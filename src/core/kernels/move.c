@@ -32,3 +32,21 @@ static moe_status run_row_dot(moe_queue *q, const struct moe__args_row_dot *args
                 L_(args->E), L_(args->D), I_(lanes));
 }
 MOE__PORTABLE_IMPL(row_dot, "move")
+
+static moe_status run_gather_cols(moe_queue *q, const struct moe__args_gather_cols *args)
+{
+  static const struct moe__kernel K = { "move", "gather_cols" };
+  return LAUNCH(q, &K, args->dtype, moe__map_groups(q, args->T * args->K), 1, 1, moe__map_local(q), T_(args->y),
+                L_(args->y.stride[0]), L_(args->y.stride[1]), T_(args->x), L_(args->x.stride[0]), L_(args->x.stride[1]),
+                T_(args->ids), L_(args->T), L_(args->E), L_(args->K));
+}
+MOE__PORTABLE_IMPL(gather_cols, "move")
+
+static moe_status run_scatter_cols(moe_queue *q, const struct moe__args_scatter_cols *args)
+{
+  static const struct moe__kernel K = { "move", "scatter_cols" };
+  return LAUNCH(q, &K, args->dtype, moe__map_groups(q, args->T * args->E), 1, 1, moe__map_local(q), T_(args->y),
+                L_(args->y.stride[0]), L_(args->y.stride[1]), T_(args->x), L_(args->x.stride[0]), L_(args->x.stride[1]),
+                T_(args->ids), L_(args->T), L_(args->E), L_(args->K));
+}
+MOE__PORTABLE_IMPL(scatter_cols, "move")

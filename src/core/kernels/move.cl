@@ -1,6 +1,7 @@
-/* move.cl - rows of tokens by index: gather, weighted combine, and dot products with indexed rows.
+/* move.cl - rows of tokens by index: gather, weighted combine, and dot products with indexed rows; and elements of each
+   row by index.
 
-   In all of them `lanes` items share a row, each taking every lanes-th chunk of it: neighbouring items read
+   In those of whole rows `lanes` items share a row, each taking every lanes-th chunk of it: neighbouring items read
    neighbouring addresses whatever the width, and narrow rows still fill a group.  One item per element was
    not kept: it divides by D for every element and reads the index as often. */
 
@@ -97,4 +98,36 @@ KERNEL(row_dot)(TENSOR(REAL, y), TENSOR(const ST, a), long a_row, long a_col, TE
   }
   ROW_SUM(sum, sum, buf, lanes);
   if (s < slots && LANE(lanes) == 0) y[s] = sum;
+}
+
+/* y[t,k] = x[t,ids[t,k]]; NaN for an id outside [0,E).  An item takes one element.  Bytes: ids, y, and of x what is
+   chosen. */
+KERNEL(gather_cols)(TENSOR(ST, y), long y_row, long y_col, TENSOR(const ST, x), long x_row, long x_col,
+                    TENSOR(const int, ids), long T, long E, long K)
+{
+  AT(y);
+  AT(x);
+  AT(ids);
+  for (long i = GID; i < T * K; i += GSIZE) {
+    const long t = i / K, k = i - t * K, e = ids[i];
+    st(y, t * y_row + k * y_col, e >= 0 && e < E ? ld(x, t * x_row + e * x_col) : REAL_NAN);
+  }
+}
+
+/* y[t,e] = sum over k with ids[t,k] = e of x[t,k], k ascending, in REAL.  An item takes one element and looks for its
+   expert among the K ids of the token, so ids may repeat and nothing is added twice to memory.  Bytes: y once; ids and x
+   once, from cache E times. */
+KERNEL(scatter_cols)(TENSOR(ST, y), long y_row, long y_col, TENSOR(const ST, x), long x_row, long x_col,
+                     TENSOR(const int, ids), long T, long E, long K)
+{
+  AT(y);
+  AT(x);
+  AT(ids);
+  for (long i = GID; i < T * E; i += GSIZE) {
+    const long t = i / E, e = i - t * E;
+    REAL sum = R(0.0);
+    for (long k = 0; k < K; k++)
+      if (ids[t * K + k] == e) sum += ld(x, t * x_row + k * x_col);
+    st(y, t * y_row + e * y_col, sum);
+  }
 }
