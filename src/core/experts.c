@@ -477,6 +477,16 @@ static moe_status kept_of(struct kept *k, const moe_state *given, moe_state *own
   return MOE_OK;
 }
 
+moe_status moe__experts_routed(struct moe__routed *out, const moe_state *state, const char *fn)
+{
+  struct kept k;
+  moe_state own;
+  MOE__TRY(kept_of(&k, state, &own, fn));
+  const moe_experts *e = own.experts;
+  *out = (struct moe__routed){ k.ids, k.weights, k.offs, k.row2slot, k.slot2row, own.tokens, e->E, e->K, e->weigh };
+  return MOE_OK;
+}
+
 moe_status moe_experts_route_ids(moe_tensor *ids, const moe_state *state)
 {
   struct kept k;

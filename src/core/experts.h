@@ -10,6 +10,14 @@ moe_status moe__experts_forward(moe_experts *e, moe_queue *q, const moe_experts_
 /* Backward with dx = add + routed sum. */
 moe_status moe__experts_backward(moe_experts *e, moe_queue *q, const moe_state *state, const moe_experts_io *io,
                                  const moe_experts_grads *grads, int64_t wanted, const moe_tensor *add, const char *fn);
+/* How forward chose, weighed and planned: views into the state's saved span. */
+struct moe__routed {
+  moe_tensor ids, weights;             /* [T,K] */
+  moe_tensor offs, row2slot, slot2row; /* [E+1], [R], [T,K] */
+  int64_t T, E, K;
+  struct moe__weigh weigh;
+};
+moe_status moe__experts_routed(struct moe__routed *out, const moe_state *state, const char *fn);
 /* Gradients this branch has. */
 int64_t moe__experts_all(const moe_experts *e);
 /* Appends the explain lines for T tokens. */

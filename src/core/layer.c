@@ -1,10 +1,8 @@
 /* layer.c - the layer around the routed branch: parameters as a table, where arrays lie, and the two
    sequences of ops (walk_forward, walk_backward) in which moe_experts_* is one step. */
 #include "core/arena.h"
-#include "core/experts.h"
+#include "core/layer.h"
 #include "core/tensor.h"
-
-#include <moe/layer.h>
 
 #include <math.h>
 #include <stdlib.h>
@@ -645,6 +643,23 @@ VIEW(route_weights, MOE__TRY(moe_experts_route_weights(route_weights, &inner)))
 VIEW(logits, *logits = k.logits)
 VIEW(counts, *counts = k.counts)
 VIEW(losses, *losses = k.losses)
+
+moe_status moe__layer_view(struct moe__layer_view *out, const moe_layer_state *state, const char *fn)
+{
+  moe_layer_state own;
+  moe_state inner;
+  struct kept k;
+  MOE__TRY(open_state(&own, &k, &inner, state, fn));
+  const moe_layer *l = own.layer;
+  MOE__TRY(moe__experts_routed(&out->routed, &inner, fn));
+  out->act = l->act;
+  out->counts = k.counts;
+  out->tokens = k.tokens;
+  out->balance_scoring = l->balance_scoring;
+  out->balance_coef = l->balance_coef;
+  out->z_coef = l->z_coef;
+  return MOE_OK;
+}
 
 static moe_status read_tensor(moe_queue *q, void *to, moe_tensor t)
 {

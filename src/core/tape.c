@@ -161,6 +161,7 @@ struct moe__node *moe__tape_node(moe_tape *t, const struct moe__rule *rule, int6
   if (!links) return NULL;
   n->rule = rule;
   n->name = rule->name;
+  n->order = t->order;
   n->n_in = n_in;
   n->n_out = n_out;
   n->in = links;
@@ -377,6 +378,13 @@ int moe__tape_wants(const moe_tape *t, moe_value v)
   return !t->status && v.id && moe__tape_at(t, v)->needs_grad && !moe__tape_at(t, v)->skip;
 }
 
+int moe__tape_joins(const moe_tape *t, const struct moe__node *n)
+{
+  int joins = 0;
+  for (int64_t i = 0; i < n->n_out; i++) joins |= moe__tape_at(t, n->out[i])->joins;
+  return joins;
+}
+
 void moe__tape_contribute(moe_tape *t, moe_value v, moe_value g)
 {
   moe_tensor to;
@@ -414,14 +422,19 @@ static void step_back(moe_tape *t, int64_t index);
 static void back_through_expansion(moe_tape *t, struct moe__node *n, const moe_value *dout)
 {
   const int64_t first = t->n_nodes;
-  const int recording = t->recording;
+  const int recording = t->recording, order = t->order;
   moe_value *out = moe__tape_host(t, (uint64_t)n->n_out * sizeof *out);
   if (!out) return;
   t->recording = 1;
+  t->order = n->order; /* in n's place */
   n->rule->expand(t, n, out);
+  t->order = order;
   t->recording = recording;
-  for (int64_t i = 0; i < n->n_out && !t->status; i++)
-    if (out[i].id && dout[i].id && moe__tape_at(t, out[i])->needs_grad) moe__tape_contribute(t, out[i], dout[i]);
+  for (int64_t i = 0; i < n->n_out && !t->status; i++) {
+    if (!out[i].id || !dout[i].id || !moe__tape_at(t, out[i])->needs_grad) continue;
+    moe__tape_at(t, out[i])->joins = moe__tape_at(t, n->out[i])->joins;
+    moe__tape_contribute(t, out[i], dout[i]);
+  }
   for (int64_t i = t->n_nodes - 1; i >= first && !t->status; i--) step_back(t, i);
   if (!recording) t->n_nodes = first;
 }
@@ -440,6 +453,9 @@ static void step_back(moe_tape *t, int64_t index)
   }
   for (int64_t i = 0; i < n->n_in; i++) wanted |= moe__tape_wants(t, n->in[i]);
   if (!flows || !wanted) return;
+  if (n->order < t->order && moe__tape_joins(t, n))
+    for (int64_t i = 0; i < n->n_in; i++)
+      if (n->in[i].id) moe__tape_at(t, n->in[i])->joins = 1;
   t->walking = n;
   if (rule->expand && (!rule->backward || (graph && (!rule->fused || decompose)))) back_through_expansion(t, n, dout);
   else if (rule->backward) rule->backward(t, n, dout);
@@ -477,12 +493,12 @@ static void clear_gradients(moe_tape *t)
   for (int64_t i = 0; i < t->n_values; i++) {
     struct moe__value *v = &t->values[i / MOE__PAGE][i % MOE__PAGE];
     v->grad = (moe_value){ 0 };
-    v->written = v->skip = 0;
+    v->written = v->skip = v->joins = 0;
   }
 }
 
 /* From clean gradients, those of everything the outputs depend on. */
-static void walk_back(moe_tape *t, const moe_value *of, const moe_value *seed, int64_t n, const char *fn)
+static void walk_back(moe_tape *t, const moe_value *of, const moe_value *seed, int64_t n, int joins, const char *fn)
 {
   moe_value *seeds = moe__tape_host(t, (uint64_t)n * sizeof *seeds);
   int64_t last = -1;
@@ -490,7 +506,10 @@ static void walk_back(moe_tape *t, const moe_value *of, const moe_value *seed, i
     seeds[i] = seed_of(t, of[i], seed ? seed[i] : (moe_value){ 0 }, fn);
     if (!t->status && moe__tape_at(t, of[i])->node > last) last = moe__tape_at(t, of[i])->node;
   }
-  for (int64_t i = 0; i < n && !t->status; i++) moe__tape_contribute(t, of[i], seeds[i]);
+  for (int64_t i = 0; i < n && !t->status; i++) {
+    moe__tape_at(t, of[i])->joins = joins;
+    moe__tape_contribute(t, of[i], seeds[i]);
+  }
   for (int64_t i = last; i >= 0 && !t->status; i--) step_back(t, i);
   if (t->health && !t->status) moe__health_flush(t);
 }
@@ -527,11 +546,13 @@ moe_status moe_tape_backward(moe_tape *t, moe_value of, moe_value seed, int64_t 
   t->flags = flags;
   t->direct = 1;
   t->recording = (flags & MOE_CREATE_GRAPH) != 0;
+  t->order++;
   if (!t->status) {
     clear_gradients(t);
-    walk_back(t, &of, &seed, 1, fn);
+    walk_back(t, &of, &seed, 1, 1, fn);
   }
   finish_params(t);
+  t->order--;
   t->recording = recording;
   t->flags = t->direct = 0;
   if (!t->status) moe__tape_fail(t, t->q->ctx->be->flush(t->q->be));
@@ -567,32 +588,36 @@ moe_status moe_tape_gradients(moe_value *grads, moe_tape *t, const moe_value *of
   /* The walk may run inside another one (a custom function's backward): that one's gradients are put aside. */
   struct outer {
     moe_value grad;
-    int skip, written;
+    int skip, written, joins;
   } *outer = NULL;
   const int64_t n_outer = t->walking ? t->n_values : 0, outer_flags = t->flags;
   const int recording = t->recording, direct = t->direct;
   struct moe__node *walking = t->walking;
+  const int joins = !walking || moe__tape_joins(t, walking);
   if (n_outer && !(outer = malloc((size_t)n_outer * sizeof *outer)))
     moe__tape_fail(t, moe__fail(MOE_ERR_NO_MEMORY, "%s: no host memory", fn));
   for (int64_t i = 0; outer && i < n_outer; i++) {
     const struct moe__value *v = &t->values[i / MOE__PAGE][i % MOE__PAGE];
-    outer[i] = (struct outer){ v->grad, v->skip, v->written };
+    outer[i] = (struct outer){ v->grad, v->skip, v->written, v->joins };
   }
   t->flags = flags;
   t->direct = 0;
   t->walking = NULL;
   t->recording = (flags & MOE_CREATE_GRAPH) != 0;
+  t->order++;
   if (!t->status) {
     clear_gradients(t);
     skip_others(t, wrt, n_wrt);
-    walk_back(t, of, seeds, n_of, fn);
+    walk_back(t, of, seeds, n_of, joins, fn);
   }
+  t->order--;
   for (int64_t i = 0; i < n_wrt && !t->status; i++) grads[i] = moe__tape_at(t, wrt[i])->grad;
   for (int64_t i = 0; outer && i < n_outer; i++) {
     struct moe__value *v = &t->values[i / MOE__PAGE][i % MOE__PAGE];
     v->grad = outer[i].grad;
     v->skip = outer[i].skip;
     v->written = outer[i].written;
+    v->joins = outer[i].joins;
   }
   free(outer);
   t->recording = recording;

@@ -39,6 +39,7 @@ struct moe__node {
   const char *name; /* in messages: the rule's, or a custom function's */
   int64_t n_in, n_out;
   moe_value *in, *out;
+  int order; /* walks that were open when it was recorded: 0 the caller's, 1 of a gradient, .. */
   double alpha;
   int64_t flag[2 * MOE_RANK_MAX]; /* axes, extents, switches */
   moe_tensor kept;                /* rstd, lse, a map */
@@ -53,6 +54,7 @@ struct moe__value {
   int needs_grad;
   int skip;    /* the present walk asks for nothing behind it */
   int written; /* bound was written by the present walk */
+  int joins;   /* the present walk's root depends on it, and not by way of gradients only */
   moe_value grad;
 };
 
@@ -97,6 +99,7 @@ struct moe_tape {
   int recording; /* 0 inside a backward without MOE_CREATE_GRAPH, in custom functions, and in no-grad regions */
   int64_t flags; /* of the present walk */
   int direct;    /* the present walk writes parameters' gradients to their bound tensors */
+  int order;     /* walks that are open */
   struct moe__node *walking;
   struct moe__segment *segment; /* the recomputed segment that is running (tape_custom.c) */
   struct moe__health *health;   /* NULL: the policy is off */
@@ -163,6 +166,9 @@ moe_value moe__tape_record(moe_tape *t, struct moe__node *n, moe_tensor tensor);
 /* ---- inside a rule ------------------------------------------------------------------------------------------------- */
 /* Whether the walk wants the gradient of v. */
 int moe__tape_wants(const moe_tape *t, moe_value v);
+/* Whether losses that belong to n (a layer's: balance, z) are part of what the walk differentiates: they are where its
+   root depends on n's results, but not where it does so through gradients only, which have had them. */
+int moe__tape_joins(const moe_tape *t, const struct moe__node *n);
 /* grad(v) += g; a null g adds nothing. */
 void moe__tape_contribute(moe_tape *t, moe_value v, moe_value g);
 /* Where a rule may write the gradient of parameter v at once: its bound tensor; *accumulate says whether to add.
