@@ -43,7 +43,7 @@ struct moe__args_elt_sum {
 
 /* ---- nd: maps and reductions over strided tensors of rank 0 to MOE_RANK_MAX ------------------------------ */
 enum moe__nd {
-  MOE__ND_COPY, /* alpha*a: casts, scales, permutes, slices, broadcasts */
+  MOE__ND_COPY, /* alpha*a: casts, scales, permutes, slices, broadcasts; a may be U8 or I32 */
   MOE__ND_ADD,
   MOE__ND_SUB,
   MOE__ND_MUL,
@@ -69,7 +69,7 @@ enum moe__nd {
 struct moe__args_nd_map {
   int64_t dtype; /* of the arithmetic; the storage type most tensors have is the fastest */
   moe_tensor y;  /* any shape, out float */
-  moe_tensor a;  /* in float */
+  moe_tensor a;  /* in float; where the operation says so U8 or I32 */
   moe_tensor b;  /* in float: ADD..WHERE */
   moe_tensor c;  /* in float: WHERE */
   int64_t op, accumulate;

@@ -156,11 +156,12 @@ static moe_status shape(const struct want *w, const char *field, const moe_tenso
 CHECK(nd_map)
 {
   int two = a->op >= MOE__ND_ADD && a->op <= MOE__ND_WHERE, where = a->op == MOE__ND_WHERE;
+  int whole = where || a->op == MOE__ND_COPY;
   IN(op, MOE__ND_COPY, MOE__ND_GELU_TANH);
   FINITE(alpha);
   MOE__TRY(shape(w, "y", &a->y));
   N(y, FLOAT | DISTINCT, a->y.rank, a->y.shape);
-  N(a, FLOAT | (where ? INT | BYTE : 0), a->y.rank, a->y.shape);
+  N(a, FLOAT | (whole ? INT | BYTE : 0), a->y.rank, a->y.shape);
   if (two) N(b, FLOAT, a->y.rank, a->y.shape);
   if (where) N(c, FLOAT, a->y.rank, a->y.shape);
   return MOE_OK;

@@ -88,6 +88,7 @@ static num *values_of(struct conform *c, const struct map_how *h, const struct l
   num *v = whole || even ? t_whole(&c->m, n, 1) : t_uniform(&c->m, n, lie->type, size);
   for (int64_t i = 0; i < n; i++) {
     if (lie->type == MOE_U8) v[i].v = fabs(v[i].v) * 200;
+    if (lie->type == MOE_I32) v[i].v *= 1234;
     if (h->special && !whole) v[i].v = ref_round(specials[(which ? i / SPECIALS : i) % SPECIALS], lie->type);
     /* Negative where that is right only for whole exponents; roots and logarithms of positive numbers. */
     else if (h->op == MOE__ND_SQRT || h->op == MOE__ND_LOG || (h->op == MOE__ND_POW && rint(h->alpha) != h->alpha))
@@ -145,7 +146,7 @@ static struct map_how of_types(int64_t dtype, int64_t op, int64_t i)
   h.a.type = c_float(dtype, i / 3);
   h.b.type = c_float(dtype, i / 2);
   h.c.type = c_float(dtype, i / 5);
-  if (op == MOE__ND_WHERE && i % 3) h.a.type = i % 3 == 1 ? MOE_U8 : MOE_I32;
+  if ((op == MOE__ND_WHERE || op == MOE__ND_COPY) && i % 3) h.a.type = i % 3 == 1 ? MOE_U8 : MOE_I32;
   if (op == MOE__ND_POW) h.alpha = powers[i % 7];
   if (op == MOE__ND_COPY && i % 2) h.alpha = -0.7;
   return h;

@@ -96,11 +96,11 @@ FN long width_of(long N)
   return (N + CHUNK - 1) / CHUNK * CHUNK;
 }
 
-/* A chunk as of ldx_chunk; of a stride of 0, one element; of integers, whether they are not 0. */
+/* A chunk as of ldx_chunk; of a stride of 0, one element. */
 FN REAL nd_value(const GLOBAL uchar *p, long i, int dt)
 {
-  if (dt == DT_U8) return p[i] ? R(1.0) : R(0.0);
-  if (dt == DT_I32) return ((const GLOBAL int *)p)[i] ? R(1.0) : R(0.0);
+  if (dt == DT_U8) return (REAL)p[i];
+  if (dt == DT_I32) return (REAL)((const GLOBAL int *)p)[i];
   return ldx(p, i, dt);
 }
 FN chunk nd_chunk(const GLOBAL uchar *p, long i, long stride, long left, int wide, int dt)
