@@ -158,7 +158,9 @@ typedef struct moe_tape_moe {
 MOE_INIT(moe_tape_moe)
 /* x [T,D] to [T,D].  The parameters' gradients go to `grads`.  state, where not NULL, receives the
    layer's state (views and metrics), valid until the next reset.  A fused operation: its gradients are differentiable
-   with MOE_DECOMPOSE only, which computes the layer again by primitive operations, the choice of experts fixed. */
+   with MOE_DECOMPOSE only, which computes the layer again by primitive operations, the choice of experts fixed.
+   The balance and z losses are part of whatever is differentiated that depends on y; what depends on y through gradients
+   only has had them already, in those. */
 MOE_API moe_value moe_tape_moe_layer(moe_tape *tape, moe_layer *layer, moe_value x, const moe_tape_moe *options,
                                      moe_layer_state *state);
 /* The parameter `index` of moe_layer_param, as the call that made y used it: what moe_tape_gradients and moe_hvp take.

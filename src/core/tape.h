@@ -4,6 +4,7 @@
    tape_ops.c     primitive operations: rules written in the tape's own operations, so any derivative exists
    tape_fused.c   operations with kernels of their own for forward and backward
    tape_layer.c   the Mixture-of-Experts layer, and its expansion into primitives
+   tape_routed.c  primitives of that expansion: rows by expert
    tape_custom.c  the caller's own functions, and recomputed segments
    tape_health.c  gradients that are not finite, found on the device
    tape_check.c   moe_gradcheck, moe_hvp */
@@ -153,6 +154,8 @@ static inline int64_t moe__real_of(int64_t dtype)
 int moe__same_shape(const moe_tensor *a, const moe_tensor *b);
 /* [1] of ones. */
 moe_value moe__tape_one(moe_tape *t, int64_t dtype);
+/* [1] of x, in the dtype of `like`. */
+moe_value moe__tape_constant(moe_tape *t, moe_value like, double x);
 
 /* ---- recording --------------------------------------------------------------------------------------------------- */
 /* A node with copies of its inputs, for the caller to fill; NULL with the tape failed. */
@@ -177,6 +180,16 @@ int moe__tape_sink(moe_tape *t, moe_value v, moe_tensor *to, int64_t *accumulate
 void moe__tape_sunk(moe_tape *t, moe_value v);
 /* A gradient computed by kernels: a value whose derivative is an error that names the present node. */
 void moe__tape_contribute_fused(moe_tape *t, moe_value v, moe_tensor g);
+
+/* ---- rows by expert (tape_routed.c) ---------------------------------------------------------------------------------- */
+/* The routing lives as long as the tape's host memory; div: 1 or its K, where x is [T*K/div,D] and rows [T*K,D]. */
+struct moe__routed;
+moe_value moe__tape_dispatch(moe_tape *t, struct moe__routed *r, moe_value x, int64_t div);
+moe_value moe__tape_collect(moe_tape *t, struct moe__routed *r, moe_value rows, int64_t div);
+/* [T,E] to [T,K] */
+moe_value moe__tape_pick(moe_tape *t, struct moe__routed *r, moe_value x);
+/* a [R,K] times b [E,N,K], or, transposed, times b [E,K,N]: [R,N] */
+moe_value moe__tape_grouped(moe_tape *t, struct moe__routed *r, moe_value a, moe_value b, int64_t transpose);
 
 /* ---- health (tape_health.c) ------------------------------------------------------------------------------------------ */
 moe_status moe__health_create(moe_tape *t, const moe_tape_desc *desc);

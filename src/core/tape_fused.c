@@ -39,9 +39,7 @@ static void expand_rms(moe_tape *t, struct moe__node *n, moe_value *out)
 {
   const int64_t last = moe__tape_at(t, n->in[0])->t.rank - 1;
   moe_value x = n->in[0], square = moe_tape_mean_axes(t, moe_tape_mul(t, x, x), 1, &last, 1);
-  moe_value eps = moe_tape_scale(t, moe_tape_cast(t, moe__tape_one(t, n->kept.dtype), moe__tape_at(t, x)->t.dtype),
-                                 n->alpha);
-  moe_value rstd = moe_tape_pow(t, moe_tape_add(t, square, eps), -0.5);
+  moe_value rstd = moe_tape_pow(t, moe_tape_add(t, square, moe__tape_constant(t, x, n->alpha)), -0.5);
   out[0] = moe_tape_mul(t, moe_tape_mul(t, x, rstd), n->in[1]);
 }
 

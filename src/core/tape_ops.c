@@ -111,11 +111,10 @@ static void give(moe_tape *t, moe_value v, moe_value g)
   if (moe__tape_wants(t, v)) moe__tape_contribute(t, v, sum_to(t, g, v));
 }
 
-/* A constant in v's dtype, shape [1]. */
-static moe_value constant(moe_tape *t, moe_value v, double x)
+moe_value moe__tape_constant(moe_tape *t, moe_value like, double x)
 {
   if (t->status) return none;
-  const int64_t dtype = tensor_of(t, v).dtype;
+  const int64_t dtype = tensor_of(t, like).dtype;
   moe_value one = moe_tape_cast(t, moe__tape_one(t, dtype), dtype);
   return x == 1 ? one : moe_tape_scale(t, one, x);
 }
@@ -201,7 +200,7 @@ moe_value moe_tape_maximum(moe_tape *t, moe_value a, moe_value b)
 
 static void back_where(moe_tape *t, node *n, const moe_value *d)
 {
-  moe_value zero = constant(t, d[0], 0);
+  moe_value zero = moe__tape_constant(t, d[0], 0);
   if (moe__tape_wants(t, n->in[1])) give(t, n->in[1], moe_tape_where(t, n->in[0], d[0], zero));
   if (moe__tape_wants(t, n->in[2])) give(t, n->in[2], moe_tape_where(t, n->in[0], zero, d[0]));
 }
@@ -234,7 +233,7 @@ static void through(moe_tape *t, node *n, moe_value d, moe_value slope)
 
 static void back_pow(moe_tape *t, node *n, const moe_value *d)
 {
-  if (n->alpha == 0) through(t, n, d[0], constant(t, d[0], 0));
+  if (n->alpha == 0) through(t, n, d[0], moe__tape_constant(t, d[0], 0));
   else through(t, n, d[0], moe_tape_scale(t, moe_tape_pow(t, n->in[0], n->alpha - 1), n->alpha));
 }
 static const struct moe__rule rule_pow = { "pow", back_pow, NULL, 0 };
@@ -259,17 +258,17 @@ static void back_sqrt(moe_tape *t, node *n, const moe_value *d)
 static void back_tanh(moe_tape *t, node *n, const moe_value *d)
 {
   moe_value y = n->out[0];
-  through(t, n, d[0], moe_tape_sub(t, constant(t, y, 1), moe_tape_mul(t, y, y)));
+  through(t, n, d[0], moe_tape_sub(t, moe__tape_constant(t, y, 1), moe_tape_mul(t, y, y)));
 }
 /* y (1-y) */
 static void back_sigmoid(moe_tape *t, node *n, const moe_value *d)
 {
   moe_value y = n->out[0];
-  through(t, n, d[0], moe_tape_mul(t, y, moe_tape_sub(t, constant(t, y, 1), y)));
+  through(t, n, d[0], moe_tape_mul(t, y, moe_tape_sub(t, moe__tape_constant(t, y, 1), y)));
 }
 static void back_relu(moe_tape *t, node *n, const moe_value *d)
 {
-  moe_value zero = constant(t, d[0], 0);
+  moe_value zero = moe__tape_constant(t, d[0], 0);
   moe__tape_contribute(t, n->in[0], moe_tape_where(t, moe_tape_greater(t, n->in[0], zero), d[0], zero));
 }
 /* 2/sqrt(pi) exp(-a^2) */
@@ -287,14 +286,14 @@ static void expand_silu(moe_tape *t, node *n, moe_value *out)
 static void expand_gelu(moe_tape *t, node *n, moe_value *out)
 {
   moe_value a = n->in[0], e = moe_tape_erf(t, moe_tape_scale(t, a, 0.70710678118654752440));
-  out[0] = moe_tape_mul(t, moe_tape_scale(t, a, 0.5), moe_tape_add(t, constant(t, a, 1), e));
+  out[0] = moe_tape_mul(t, moe_tape_scale(t, a, 0.5), moe_tape_add(t, moe__tape_constant(t, a, 1), e));
 }
 /* a/2 (1 + tanh(sqrt(2/pi) (a + 0.044715 a^3))) */
 static void expand_gelu_tanh(moe_tape *t, node *n, moe_value *out)
 {
   moe_value a = n->in[0], cubic = moe_tape_scale(t, moe_tape_pow(t, a, 3), 0.044715);
   moe_value e = moe_tape_tanh(t, moe_tape_scale(t, moe_tape_add(t, a, cubic), 0.79788456080286535588));
-  out[0] = moe_tape_mul(t, moe_tape_scale(t, a, 0.5), moe_tape_add(t, constant(t, a, 1), e));
+  out[0] = moe_tape_mul(t, moe_tape_scale(t, a, 0.5), moe_tape_add(t, moe__tape_constant(t, a, 1), e));
 }
 
 #define UNARY(name, OP, backward, expand)                                                                              \
@@ -861,7 +860,7 @@ static void expand_layer_norm(moe_tape *t, node *n, moe_value *out)
   const int64_t last = tensor_of(t, n->in[0]).rank - 1;
   moe_value x = n->in[0], centred = moe_tape_sub(t, x, moe_tape_mean_axes(t, x, 1, &last, 1));
   moe_value var = moe_tape_mean_axes(t, moe_tape_mul(t, centred, centred), 1, &last, 1);
-  moe_value rstd = moe_tape_pow(t, moe_tape_add(t, var, constant(t, x, n->alpha)), -0.5);
+  moe_value rstd = moe_tape_pow(t, moe_tape_add(t, var, moe__tape_constant(t, x, n->alpha)), -0.5);
   out[0] = moe_tape_mul(t, moe_tape_mul(t, centred, rstd), n->in[1]);
   if (n->in[2].id) out[0] = moe_tape_add(t, out[0], n->in[2]);
 }

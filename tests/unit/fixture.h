@@ -177,6 +177,25 @@ static inline int32_t *random_ids(struct t_memory *m, int64_t T, int64_t E, int6
   return ids;
 }
 
+/* ---- kinks ------------------------------------------------------------------------------------------------------- */
+static inline int near_kink(const moe_activation *a, double gate, double up, double margin)
+{
+  int corner = a->kind == MOE_RELU || a->kind == MOE_RELU2;
+  if (corner && fabs(gate) < margin) return 1;
+  if (a->limit > 0 && fabs(gate - a->limit) < margin) return 1;
+  return a->limit > 0 && a->gated && fabs(fabs(up) - a->limit) < margin;
+}
+
+/* Does any activation of these hidden rows come nearer to one than that? */
+static inline int any_kink(const moe_activation *a, const num *h, int64_t rows, int64_t F, double margin)
+{
+  int64_t width = a->gated ? 2 * F : F;
+  for (int64_t r = 0; h && r < rows; r++)
+    for (int64_t f = 0; f < F; f++)
+      if (near_kink(a, h[r * width + f].v, a->gated ? h[r * width + F + f].v : 0, margin)) return 1;
+  return 0;
+}
+
 /* ---- the layer --------------------------------------------------------------------------------------------------- */
 struct layer {
   struct options o;

@@ -131,25 +131,6 @@ static void probe(const struct scalar *s, const char *name, const moe_tensor *t,
   }
 }
 
-/* ---- kinks ------------------------------------------------------------------------------------------------------- */
-static int near_kink(const moe_activation *a, double gate, double up)
-{
-  int corner = a->kind == MOE_RELU || a->kind == MOE_RELU2;
-  if (corner && fabs(gate) < KINK) return 1;
-  if (a->limit > 0 && fabs(gate - a->limit) < KINK) return 1;
-  return a->limit > 0 && a->gated && fabs(fabs(up) - a->limit) < KINK;
-}
-
-/* Does any activation of these hidden rows come near one? */
-static int any_kink(const moe_activation *a, const num *h, int64_t rows, int64_t F)
-{
-  int64_t width = a->gated ? 2 * F : F;
-  for (int64_t r = 0; h && r < rows; r++)
-    for (int64_t f = 0; f < F; f++)
-      if (near_kink(a, h[r * width + f].v, a->gated ? h[r * width + F + f].v : 0)) return 1;
-  return 0;
-}
-
 /* ---- the branch -------------------------------------------------------------------------------------------------- */
 static void infer_branch(void *of)
 {
@@ -165,7 +146,7 @@ static void branch_ready(struct branch *b)
   do {
     branch_values(b);
     ref_layer_forward(&b->ref, &b->m);
-  } while (any_kink(&b->o.activation, b->ref.h, b->o.T * b->o.K, b->o.F));
+  } while (any_kink(&b->o.activation, b->ref.h, b->o.T * b->o.K, b->o.F, KINK));
   branch_send(b);
 }
 
@@ -372,8 +353,8 @@ static void check_layer(struct layer l, int64_t sequences, int mask)
         memcpy(l.value[p], t_uniform(m, n, MOE_F64, 0.8), (size_t)n * sizeof(num));
       }
     ref_layer_forward(&l.ref, m);
-  } while (any_kink(&l.o.activation, l.ref.h, l.o.T * l.o.K, l.o.F) ||
-           any_kink(&l.o.activation, l.ref.hs, l.o.T, l.desc.d_shared));
+  } while (any_kink(&l.o.activation, l.ref.h, l.o.T * l.o.K, l.o.F, KINK) ||
+           any_kink(&l.o.activation, l.ref.hs, l.o.T, l.desc.d_shared, KINK));
   layer_send(&l);
   layer_forward(&l);
   layer_backward(&l);

@@ -105,6 +105,8 @@ static void primitive_ops_refuse(void **state)
   struct moe__args_nd_dropout drop = { .dtype = MOE_F32, .p = 1.5 };
   struct moe__args_gemm batch = { .dtype = MOE_F32, .c = t, .a = t, .b = t, .M = 3, .N = 3, .K = 4, .batch = 2 };
   struct moe__args_xent_fwd loss = { .dtype = MOE_F32, .V = 1, .smoothing = 1 };
+  struct moe__args_gather_cols pick = { .dtype = MOE_F32, .y = t, .x = t, .ids = t, .T = 3, .E = 4, .K = 4 };
+  struct moe__args_scatter_cols put = { .dtype = MOE_F32, .y = t, .x = t, .ids = t, .T = 3, .E = 4, .K = 4 };
   (void)state;
   OK(moe__check_nd_map(&map));
   map.a.dtype = MOE_U8;
@@ -112,6 +114,8 @@ static void primitive_ops_refuse(void **state)
   map.a.dtype = MOE_I64;
   FAILS(MOE_ERR_INVALID, "nd_map: a is i64, f32, bf16, f16, i32 or u8 is wanted", moe__check_nd_map(&map));
   map.a.dtype = MOE_I32;
+  map.op = MOE__ND_COPY;
+  OK(moe__check_nd_map(&map));
   map.op = MOE__ND_ADD;
   FAILS(MOE_ERR_INVALID, "nd_map: a is i32, f32, bf16 or f16 is wanted", moe__check_nd_map(&map));
   map.a = t;
@@ -146,6 +150,16 @@ static void primitive_ops_refuse(void **state)
   batch.c = (moe_tensor){ &place, 0, MOE_F32, 3, { 2, 3, 3 }, { 0, 3, 1 } };
   FAILS(MOE_ERR_INVALID, "gemm: c is written, and has stride 0 over extent 2 in dimension 0", moe__check_gemm(&batch));
   FAILS(MOE_ERR_INVALID, "xent_fwd: smoothing 1, wanted 0 <= smoothing < 1", moe__check_xent_fwd(&loss));
+
+  FAILS(MOE_ERR_INVALID, "gather_cols: ids is f32, i32 is wanted", moe__check_gather_cols(&pick));
+  FAILS(MOE_ERR_INVALID, "scatter_cols: ids is f32, i32 is wanted", moe__check_scatter_cols(&put));
+  pick.ids.dtype = put.ids.dtype = MOE_I32;
+  OK(moe__check_gather_cols(&pick));
+  OK(moe__check_scatter_cols(&put));
+  pick.ids.stride[0] = 5;
+  FAILS(MOE_ERR_INVALID, "gather_cols: ids is not packed", moe__check_gather_cols(&pick));
+  put.y.stride[1] = 0;
+  FAILS(MOE_ERR_INVALID, "scatter_cols: y is written, and has stride 0", moe__check_scatter_cols(&put));
 }
 
 /* ---- measure ----------------------------------------------------------------------------------------------------- */
