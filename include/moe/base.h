@@ -57,7 +57,10 @@ MOE_API const char *moe_version_string(void);
   XX(ERR_NO_DERIVATIVE, -10, "the state cannot give this derivative")                                                  \
   XX(ERR_NO_SECOND_DERIVATIVE, -11, "a fused operation has first derivatives only")                                    \
   XX(ERR_VERSION, -12, "a struct sets a member this library does not know")                                            \
-  XX(ERR_DATA, -13, "bad data was met on the device (health word set)")
+  XX(ERR_DATA, -13, "bad data was met on the device (health word set)")                                                \
+  XX(ERR_IO, -14, "a file could not be read or written")                                                               \
+  XX(ERR_FORMAT, -15, "a file does not hold what it should")                                                           \
+  XX(ERR_NOT_FOUND, -16, "there is nothing of that name")
 
 typedef enum moe_status {
 #define XX(name, value, text) MOE_##name = value,

@@ -1,6 +1,7 @@
 /* layer.c - the layer around the routed branch: parameters as a table, where arrays lie, and the two
    sequences of ops (walk_forward, walk_backward) in which moe_experts_* is one step. */
 #include "core/arena.h"
+#include "core/convert.h"
 #include "core/experts.h"
 #include "core/tensor.h"
 

@@ -1,5 +1,6 @@
 /* optim.c - moe_adamw: a list of parameters, one state span, one straight sequence of ops per step. */
 #include "core/arena.h"
+#include "core/convert.h"
 #include "core/tensor.h"
 #include "core/walk.h"
 

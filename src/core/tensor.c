@@ -3,15 +3,13 @@
 
 #include "core/status.h"
 
-#include <math.h>
-
 static const struct {
   const char *name;
   int size;
 } dtypes[] = {
-  [MOE_F64] = { "f64", 8 }, [MOE_F32] = { "f32", 4 },       [MOE_BF16] = { "bf16", 2 },
-  [MOE_F16] = { "f16", 2 }, [MOE_F8E4M3] = { "f8e4m3", 1 }, [MOE_F8E5M2] = { "f8e5m2", 1 },
-  [MOE_I64] = { "i64", 8 }, [MOE_I32] = { "i32", 4 },       [MOE_U8] = { "u8", 1 },
+  [MOE_F64] = { "f64", 8 },       [MOE_F32] = { "f32", 4 },       [MOE_BF16] = { "bf16", 2 }, [MOE_F16] = { "f16", 2 },
+  [MOE_F8E4M3] = { "f8e4m3", 1 }, [MOE_F8E5M2] = { "f8e5m2", 1 }, [MOE_I64] = { "i64", 8 },   [MOE_I32] = { "i32", 4 },
+  [MOE_U8] = { "u8", 1 },         [MOE_BOOL] = { "bool", 1 },
 };
 #define N_DTYPES ((int64_t)(sizeof dtypes / sizeof dtypes[0]))
 
@@ -235,37 +233,6 @@ moe_tensor moe__swapped(moe_tensor t, int d0, int d1)
   view.shape[d1] = t.shape[d0];
   view.stride[d1] = t.stride[d0];
   return view;
-}
-
-static double small_float(uint32_t sign, uint32_t exponent, uint32_t mantissa, int mantissa_bits, int bias, int has_inf)
-{
-  double v;
-  if (has_inf && exponent == (2u * (uint32_t)bias + 1)) v = mantissa ? NAN : INFINITY;
-  else if (exponent) v = ldexp(1.0 + ldexp((double)mantissa, -mantissa_bits), (int)exponent - bias);
-  else v = ldexp((double)mantissa, 1 - bias - mantissa_bits);
-  return sign ? -v : v;
-}
-
-double moe__to_double(const void *data, int64_t dtype, int64_t i)
-{
-  switch (dtype) {
-  case MOE_F64: return ((const double *)data)[i];
-  case MOE_F32: return (double)((const float *)data)[i];
-  case MOE_I64: return (double)((const int64_t *)data)[i];
-  case MOE_I32: return (double)((const int32_t *)data)[i];
-  case MOE_U8: return (double)((const uint8_t *)data)[i];
-  case MOE_BF16: {
-    uint32_t bits = (uint32_t)((const uint16_t *)data)[i] << 16;
-    float f;
-    memcpy(&f, &bits, sizeof f);
-    return (double)f;
-  }
-  case MOE_F16: {
-    uint32_t h = ((const uint16_t *)data)[i];
-    return small_float(h >> 15, h >> 10 & 31, h & 1023, 10, 15, 1);
-  }
-  default: return NAN;
-  }
 }
 
 moe_status moe__want_out(const char *fn, const char *name, const moe_tensor *t, int64_t dtype, int64_t rank,

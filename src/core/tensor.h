@@ -36,7 +36,5 @@ moe_status moe__want_out(const char *fn, const char *name, const moe_tensor *t, 
 /* Refuses an output that begins where an input that is still needed begins. */
 moe_status moe__apart(const char *fn, const char *out_name, const moe_tensor *out, const char *in_name,
                       const moe_tensor *in);
-/* Element i of host data; NaN for the F8 kinds. */
-double moe__to_double(const void *data, int64_t dtype, int64_t i);
 
 #endif

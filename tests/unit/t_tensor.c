@@ -1,6 +1,7 @@
 /* t_tensor.c - dtypes, packed tensors and views: strides, extents, and sizes around 2^63. */
 #include "moe_test.h"
 
+#include "core/convert.h"
 #include "core/tensor.h"
 
 #define HUGE_SPAN ((moe_span){ &place, 0, UINT64_MAX })
@@ -30,9 +31,10 @@ static void dtypes(void **state)
     { MOE_I64, 8, "i64", 0 },
     { MOE_I32, 4, "i32", 0 },
     { MOE_U8, 1, "u8", 0 },
+    { MOE_BOOL, 1, "bool", 0 },
     { MOE_NONE, 0, "?", 0 },
     { -1, 0, "?", 0 },
-    { MOE_U8 + 1, 0, "?", 0 },
+    { MOE_BOOL + 1, 0, "?", 0 },
     { INT64_MAX, 0, "?", 0 },
     { INT64_MIN, 0, "?", 0 },
     { MOE_F32 + ((int64_t)1 << 32), 0, "?", 0 },

@@ -1,0 +1,2 @@
+/* safetensors.c - a skeleton. */
+#include "core/safetensors.h"
