@@ -113,7 +113,7 @@ static void packed_refuses(void **state)
     const char *text;
   } bad[] = {
     { MOE_NONE, 1, shape, 0, "dtype 0" },
-    { 10, 1, shape, 0, "dtype 10" },
+    { MOE_BOOL + 1, 1, shape, 0, "dtype 11" },
     { -3, 1, shape, 0, "dtype -3" },
     { MOE_F32, -1, shape, 0, "rank -1" },
     { MOE_F32, 7, shape, 0, "rank 7" },
