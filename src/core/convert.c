@@ -43,7 +43,7 @@ static double load(const unsigned char *at, int64_t dtype)
   case MOE_F8E5M2: return decode(*at, 5, 2);
   case MOE_F8E4M3: { /* no infinity: the top exponent is a number, but for the one NaN */
     const int e = *at >> 3 & 15, m = *at & 7;
-    const double v = e == 15 ? (m == 7 ? NAN : 256 * (1 + m / 8.0)) : decode(*at & 127, 4, 3);
+    const double v = e == 15 ? (m == 7 ? (double)NAN : 256 * (1 + m / 8.0)) : decode(*at & 127, 4, 3);
     return *at & 128 ? -v : v;
   }
   case MOE_I64: {
@@ -62,26 +62,26 @@ static double load(const unsigned char *at, int64_t dtype)
   }
 }
 
-/* The nearest bfloat16 (8, 7) or half (5, 10), ties to the even one, in integers: in units of the last place that the
-   result will have, so that subnormals and the carry into the exponent come out by themselves. */
+/* The nearest float of 16 bits, ties to the even one: the significand, cut to what the result has room for.  A carry
+   out of it runs into the exponent, where it belongs. */
 static uint16_t encode(double v, int exponent, int mantissa)
 {
   const int bias = (1 << (exponent - 1)) - 1;
   uint64_t bits;
   memcpy(&bits, &v, sizeof bits);
-  const uint16_t sign = (uint16_t)(bits >> 63 << 15), inf = (uint16_t)(((1 << exponent) - 1) << mantissa);
-  const uint64_t fraction = bits & (((uint64_t)1 << 52) - 1);
-  const int e = (int)(bits >> 52 & 0x7ff);
-  if (e == 0x7ff) return (uint16_t)(sign | inf | (fraction ? (1u << (mantissa - 1)) | fraction >> (52 - mantissa) : 0));
-  if (e == 0) return sign;                          /* zeroes, and subnormal doubles, far below half a step */
-  int to = e - 1023 + bias;                         /* the exponent field, where the result is normal */
-  int drop = 52 - mantissa + (to > 0 ? 0 : 1 - to); /* bits of the significand that go */
-  if (drop > 53) return sign;
-  uint64_t significand = (uint64_t)1 << 52 | fraction, kept = drop > 52 ? 0 : significand >> drop;
-  uint64_t rest = significand & (((uint64_t)1 << drop) - 1), half = (uint64_t)1 << (drop - 1);
-  kept += rest > half || (rest == half && (kept & 1));
-  if (to > 0) kept += (uint64_t)(to - 1) << mantissa; /* kept holds the leading one, which adds 1 to the field */
-  return (uint16_t)(sign | (kept < inf ? kept : inf));
+  const uint64_t fraction = bits & (((uint64_t)1 << 52) - 1), inf = (uint64_t)((1 << exponent) - 1) << mantissa;
+  const uint16_t sign = (uint16_t)(bits >> 63 << 15);
+  const int e = (int)(bits >> 52 & 0x7ff), to = e - 1023 + bias; /* to: the exponent field of a normal result */
+  const int drop = 52 - mantissa + (to > 0 ? 0 : 1 - to);        /* bits of the significand that go */
+  if (e == 0x7ff)
+    return (uint16_t)(sign | inf | (fraction ? (uint64_t)1 << (mantissa - 1) | fraction >> (52 - mantissa) : 0));
+  if (e == 0 || drop > 53) return sign; /* less than half the smallest */
+  const uint64_t significand = (uint64_t)1 << 52 | fraction, rest = significand & (((uint64_t)1 << drop) - 1),
+                 half = (uint64_t)1 << (drop - 1);
+  uint64_t out = significand >> drop;
+  out += rest > half || (rest == half && (out & 1));
+  if (to > 0) out += (uint64_t)(to - 1) << mantissa; /* the leading one adds 1 */
+  return (uint16_t)(sign | (out < inf ? out : inf));
 }
 
 static void store(unsigned char *at, int64_t dtype, double v)

@@ -245,6 +245,27 @@ moe_status moe__want_out(const char *fn, const char *name, const moe_tensor *t, 
   return MOE_OK;
 }
 
+moe_status moe__want_array(const char *fn, const char *name, const moe_tensor *t, int written)
+{
+  int64_t last = 1, count = 1, reach, empty = 0; /* last: elements from the first to past the last */
+  if (!moe_dtype_size(t->dtype)) return moe__fail(MOE_ERR_INVALID, "%s: %s has dtype %d", fn, name, t->dtype);
+  if (t->rank < 0 || t->rank > MOE_RANK_MAX) return moe__fail(MOE_ERR_INVALID, "%s: %s has rank %d", fn, name, t->rank);
+  for (int d = 0; d < t->rank; d++) {
+    if (t->shape[d] < 0)
+      return moe__fail(MOE_ERR_INVALID, "%s: %s has extent %lld in dimension %d", fn, name, (long long)t->shape[d], d);
+    empty |= !t->shape[d];
+  }
+  for (int d = 0; d < t->rank && !empty; d++)
+    if (moe__mul(&reach, t->shape[d] - 1, t->stride[d]) || __builtin_add_overflow(last, reach, &last) ||
+        moe__mul(&count, count, t->shape[d]))
+      return moe__fail(MOE_ERR_INVALID, "%s: %s has extent %lld and stride %lld in dimension %d", fn, name,
+                       (long long)t->shape[d], (long long)t->stride[d], d);
+  if (moe__mul(&last, last, (int64_t)moe_dtype_size(t->dtype)) ||
+      moe__mul(&count, count, (int64_t)moe_dtype_size(t->dtype)))
+    return moe__fail(MOE_ERR_INVALID, "%s: %s reaches past 2^63-1 bytes", fn, name);
+  return empty && !t->handle ? MOE_OK : (written ? moe__want_out : moe__want)(fn, name, t, t->dtype, t->rank, t->shape);
+}
+
 moe_status moe__apart(const char *fn, const char *out_name, const moe_tensor *out, const char *in_name,
                       const moe_tensor *in)
 {

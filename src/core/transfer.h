@@ -12,5 +12,8 @@
 moe_status moe__upload(moe_queue *q, const moe_tensor *to, const void *from, int64_t dtype, const int64_t *stride);
 /* Every element of `from` to host memory that steps by `stride`; blocks. */
 moe_status moe__download(moe_queue *q, void *to, const int64_t *stride, const moe_tensor *from);
+/* All elements in the order of their indices (row-major, packed), in pieces of at most MOE__STAGING bytes. */
+typedef moe_status moe__take(void *user, const void *data, uint64_t bytes);
+moe_status moe__stream(moe_queue *q, const moe_tensor *from, moe__take *take, void *user);
 
 #endif
