@@ -225,7 +225,7 @@ static moe_status open_sharded(const char *fn, moe_checkpoint *c)
   for (int tries = 0;; tries++) {
     struct stat was, is;
     moe_status st = open_index(fn, c, &was);
-    if (!st || tries == 10 || stat(c->path, &is) || same(&is, &was)) return st;
+    if (!st || !was.st_ino || tries == 10 || stat(c->path, &is) || same(&is, &was)) return st;
     clear(c);
   }
 }

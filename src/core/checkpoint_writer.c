@@ -76,15 +76,30 @@ static moe_status usable(const char *fn, const moe_checkpoint_writer *w)
   return MOE_OK;
 }
 
-/* A JSON string; MOE_ERR_INVALID where the text is not UTF-8. */
-static moe_status text_of(const char *fn, json_t **out, const char *what, const char *text)
+/* As the Unicode standard's table of well-formed sequences has it. */
+static int is_utf8(const char *text)
 {
-  json_t *any = json_string_nocheck(text);
-  *out = NULL;
-  if (!any) return no_memory(fn);
-  json_decref(any);
-  *out = json_string(text);
-  return *out ? MOE_OK : moe__fail(MOE_ERR_INVALID, "%s: %s \"%s\" is not UTF-8", fn, what, moe__shown(text).text);
+  for (const unsigned char *s = (const unsigned char *)text; *s;) {
+    const unsigned char lead = *s++;
+    const int more = lead < 0x80 ? 0 : lead < 0xc2 ? -1 : lead < 0xe0 ? 1 : lead < 0xf0 ? 2 : lead < 0xf5 ? 3 : -1;
+    const unsigned char low = lead == 0xe0   ? 0xa0
+                              : lead == 0xf0 ? 0x90
+                                             : 0x80,
+                        high = lead == 0xed   ? 0x9f
+                               : lead == 0xf4 ? 0x8f
+                                              : 0xbf;
+    if (more < 0 || (more > 0 && (*s < low || *s > high))) return 0;
+    for (int i = 0; i < more; i++, s++)
+      if ((*s & 0xc0) != 0x80) return 0;
+  }
+  return 1;
+}
+
+static moe_status check_text(const char *fn, const char *what, const char *text)
+{
+  if (!text) return moe__fail(MOE_ERR_INVALID, "%s: %s is NULL", fn, what);
+  if (!is_utf8(text)) return moe__fail(MOE_ERR_INVALID, "%s: %s \"%s\" is not UTF-8", fn, what, moe__shown(text).text);
+  return MOE_OK;
 }
 
 static int grow(void **array, int64_t n, int64_t *room, size_t size)
@@ -163,17 +178,14 @@ void moe_checkpoint_writer_free(moe_checkpoint_writer *w)
 moe_status moe_checkpoint_writer_metadata(moe_checkpoint_writer *w, const char *key, const char *value)
 {
   static const char fn[] = "moe_checkpoint_writer_metadata";
-  json_t *text;
   MOE__TRY(usable(fn, w));
-  if (!key || !value) return moe__fail(MOE_ERR_INVALID, "%s: %s is NULL", fn, key ? "value" : "key");
+  MOE__TRY(check_text(fn, "key", key));
+  MOE__TRY(check_text(fn, "value", value));
   if (!strncmp(key, MOE__KEYS, strlen(MOE__KEYS)))
     return moe__fail(MOE_ERR_INVALID, "%s: key \"%s\" begins with \"" MOE__KEYS "\"", fn, moe__shown(key).text);
-  MOE__TRY(text_of(fn, &text, "key", key));
-  json_decref(text);
   if (json_object_get(w->metadata, key))
     return moe__fail(MOE_ERR_INVALID, "%s: key \"%s\" was given before", fn, moe__shown(key).text);
-  MOE__TRY(text_of(fn, &text, "value", value));
-  return json_object_set_new(w->metadata, key, text) ? no_memory(fn) : MOE_OK;
+  return json_object_set_new(w->metadata, key, json_string(value)) ? no_memory(fn) : MOE_OK;
 }
 
 /* ---- a file ------------------------------------------------------------------------------------------------------ */
@@ -219,26 +231,52 @@ static int add_to_header(json_t *header, json_t *metadata, const struct record *
   return json_object_set_new(header, r->name, entry) || failed;
 }
 
-/* The header of the file's tensors, with `extra` among its metadata.  In order of key, so that the same save gives the
-   same bytes. */
-static char *make_header(const moe_checkpoint_writer *w, json_t *extra)
+/* JSON as text.  (json_dumps does not see where it runs out of memory while it writes a key.) */
+struct text {
+  char *bytes;
+  int64_t length, room;
+  int failed;
+};
+
+static int add_text(const char *bytes, size_t n, void *user)
 {
-  json_t *header = json_object(), *metadata = extra ? json_copy(extra) : json_object();
-  int failed = !header || !metadata || stamp(metadata);
+  struct text *t = user;
+  while (!t->failed && t->room - t->length < (int64_t)n) t->failed = !grow((void **)&t->bytes, t->room, &t->room, 1);
+  if (t->failed) return -1;
+  memcpy(t->bytes + t->length, bytes, n);
+  t->length += (int64_t)n;
+  return 0;
+}
+
+/* In order of key, so that the same save gives the same bytes. */
+static struct text text_of(const json_t *json, size_t flags)
+{
+  struct text t = { 0 };
+  if (!json || json_dump_callback(json, add_text, &t, flags | JSON_SORT_KEYS)) t.failed = 1;
+  if (!t.failed) return t;
+  free(t.bytes);
+  return (struct text){ .failed = 1 };
+}
+
+/* The header of the file's tensors, with `extra` among its metadata. */
+static struct text make_header(const moe_checkpoint_writer *w, json_t *extra)
+{
+  json_t *header = json_object(), *metadata = json_object();
+  int failed = !header || !metadata || (extra && json_object_update(metadata, extra)) || stamp(metadata);
   if (!failed && !json_object_get(metadata, "format"))
     failed = json_object_set_new(metadata, "format", json_string("pt"));
   for (int64_t i = 0; i < w->n && !failed; i++) failed = add_to_header(header, metadata, &w->records[i]);
   failed = failed || json_object_set(header, "__metadata__", metadata);
-  char *text = failed ? NULL : json_dumps(header, JSON_COMPACT | JSON_SORT_KEYS);
+  const struct text text = text_of(failed ? NULL : header, JSON_COMPACT);
   json_decref(header);
   json_decref(metadata);
   return text;
 }
 
 /* Puts the file together: header, data, odd tensors; durable, not yet renamed. */
-static moe_status assemble(const char *fn, moe_checkpoint_writer *w, const char *text)
+static moe_status assemble(const char *fn, moe_checkpoint_writer *w, const struct text *text)
 {
-  const uint64_t length = strlen(text), head = 8 + (length + 7) / 8 * 8, data = w->even_bytes + w->odd_bytes,
+  const uint64_t length = (uint64_t)text->length, head = 8 + (length + 7) / 8 * 8, data = w->even_bytes + w->odd_bytes,
                  base = head > RESERVE || data <= SMALL ? head : RESERVE;
   if (base - 8 > MOE__HEADER_MAX)
     return moe__fail(MOE_ERR_INVALID, "%s: a header of %llu bytes, at most %u are legal: too many tensors in one file",
@@ -247,7 +285,7 @@ static moe_status assemble(const char *fn, moe_checkpoint_writer *w, const char 
   if (!bytes) return no_memory(fn);
   memset(bytes, ' ', (size_t)base);
   for (int i = 0; i < 8; i++) bytes[i] = (char)((base - 8) >> (8 * i) & 0xff);
-  memcpy(bytes + 8, text, (size_t)length);
+  memcpy(bytes + 8, text->bytes, (size_t)length);
   moe_status st = moe__newfile_copy(fn, &w->file, base, &w->file, RESERVE, w->even_bytes);
   for (int64_t i = 0; i < w->n && !st; i++) {
     const struct record *r = &w->records[i];
@@ -262,11 +300,11 @@ static moe_status assemble(const char *fn, moe_checkpoint_writer *w, const char 
 static moe_status finish_file(const char *fn, moe_checkpoint_writer *w, json_t *extra)
 {
   place_records(w);
-  char *text = make_header(w, extra);
-  if (!text) return no_memory(fn);
-  moe_status st = assemble(fn, w, text);
-  w->token = XXH3_64bits_withSeed(text, strlen(text), w->token);
-  free(text);
+  const struct text text = make_header(w, extra);
+  if (text.failed) return no_memory(fn);
+  moe_status st = assemble(fn, w, &text);
+  w->token = XXH3_64bits_withSeed(text.bytes, (size_t)text.length, w->token);
+  free(text.bytes);
   w->n = 0;
   w->even_bytes = w->odd_bytes = 0;
   moe__newfile_discard(&w->odd);
@@ -288,12 +326,9 @@ static moe_status finish_shard(const char *fn, moe_checkpoint_writer *w)
 static moe_status check_tensor(const char *fn, const moe_checkpoint_writer *w, const char *name, int64_t dtype,
                                int64_t rank, const int64_t *shape, int64_t *bytes)
 {
-  json_t *text;
   MOE__TRY(usable(fn, w));
   if (w->open) return moe__fail(MOE_ERR_STATE, "%s: the tensor before is not ended", fn);
-  if (!name) return moe__fail(MOE_ERR_INVALID, "%s: name is NULL", fn);
-  MOE__TRY(text_of(fn, &text, "name", name));
-  json_decref(text);
+  MOE__TRY(check_text(fn, "name", name));
   if (!strcmp(name, "__metadata__")) return moe__fail(MOE_ERR_INVALID, "%s: name \"%s\" is the format's own", fn, name);
   if (json_object_get(w->names, name))
     return moe__fail(MOE_ERR_INVALID, "%s: name \"%s\" was added before", fn, moe__shown(name).text);
@@ -466,18 +501,18 @@ static void remove_old_shards(const moe_checkpoint_writer *w, const json_t *file
 /* The index, as a temporary file. */
 static moe_status write_index(const char *fn, moe_checkpoint_writer *w, json_t *map)
 {
-  json_t *metadata = json_copy(w->metadata), *index = NULL;
-  if (metadata && !stamp(metadata) && !json_object_set_new(metadata, "total_size", json_integer((json_int_t)w->total)))
+  json_t *metadata = json_object(), *index = NULL;
+  if (metadata && !json_object_update(metadata, w->metadata) && !stamp(metadata) &&
+      !json_object_set_new(metadata, "total_size", json_integer((json_int_t)w->total)))
     index = json_pack("{s:O, s:O}", "metadata", metadata, "weight_map", map);
-  char *text = index ? json_dumps(index, JSON_INDENT(2) | JSON_SORT_KEYS) : NULL;
+  const struct text text = text_of(index, JSON_INDENT(2));
   json_decref(index);
   json_decref(metadata);
-  if (!text) return no_memory(fn);
-  const size_t length = strlen(text);
+  if (text.failed) return no_memory(fn);
   moe_status st = moe__newfile_open(fn, &w->file, w->path);
-  if (!st) st = moe__newfile_write(fn, &w->file, 0, text, length);
-  if (!st) st = moe__newfile_finish(fn, &w->file, length);
-  free(text);
+  if (!st) st = moe__newfile_write(fn, &w->file, 0, text.bytes, (uint64_t)text.length);
+  if (!st) st = moe__newfile_finish(fn, &w->file, (uint64_t)text.length);
+  free(text.bytes);
   return st;
 }
 

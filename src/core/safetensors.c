@@ -65,12 +65,13 @@ static uint64_t little(const unsigned char *p)
   return v;
 }
 
-/* The object that the text is. */
+/* The object that the text is.  Where memory runs out jansson may also call the text wrong, or cut the first long string
+   short: a name that is then missing, or a hash that does not fit. */
 static moe_status parse_object(json_t **out, const void *text, size_t length)
 {
   json_error_t error;
   *out = json_loadb(text, length, JSON_REJECT_DUPLICATES, &error);
-  if (!*out && json_error_code(&error) == json_error_out_of_memory) return NO_MEMORY();
+  if (!*out && (!error.text[0] || json_error_code(&error) == json_error_out_of_memory)) return NO_MEMORY();
   if (!*out) return BAD("JSON at byte %d: %s", error.position, moe__shown(error.text).text);
   if (json_is_object(*out)) return MOE_OK;
   json_decref(*out);
