@@ -1,6 +1,6 @@
 /* safetensors.h - the format, in memory: 8 bytes length of the header (little-endian), the header in JSON and spaces,
    the data of all tensors with nothing between them.  Whatever the bytes are, nothing is read outside [data, data +
-   size), and memory taken is at most about 50 times the header's size, which is bounded by the data's. */
+   size), and memory taken is at most about 100 times the header's size, which is bounded by the data's. */
 #ifndef MOE_CORE_SAFETENSORS_H
 #define MOE_CORE_SAFETENSORS_H
 
