@@ -80,7 +80,10 @@ static void check_table(struct moe__table *t, const uint8_t *data, size_t size)
     sum += moe__hash(e->data, e->bytes) + strlen(moe__shape_text(e->rank, e->shape).text);
   }
   promise(bytes <= size, "tensors overlap");
-  json_object_foreach(t->metadata, key, value) sum += strlen(json_string_value(value));
+  json_object_foreach(t->metadata, key, value)
+  {
+    sum += strlen(json_string_value(value));
+  }
   moe__table_free(t);
 }
 
@@ -96,8 +99,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
   if (moe__index_parse(&map, &metadata, data, size) == MOE_OK) {
     const char *key;
     json_t *value;
-    json_object_foreach(map, key, value) promise(!strchr(json_string_value(value), '/'), "a file elsewhere");
-    json_object_foreach(metadata, key, value) promise(json_is_string(value), "metadata that are no text");
+    json_object_foreach(map, key, value)
+    {
+      promise(!strchr(json_string_value(value), '/'), "a file elsewhere");
+    }
+    json_object_foreach(metadata, key, value)
+    {
+      promise(json_is_string(value), "metadata that are no text");
+    }
     json_decref(map);
     json_decref(metadata);
   } else promise(!map && !metadata, "something is left of a failed parse");
