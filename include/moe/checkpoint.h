@@ -109,28 +109,38 @@ MOE_API MOE_CHECKED moe_status moe_checkpoint_writer_commit(moe_checkpoint_write
 typedef enum moe_names {
   MOE_NAMES_LIBMOE = 0,   /* <prefix><parameter>: the names of moe_layer_param */
   MOE_NAMES_MIXTRAL = 1,  /* <prefix>block_sparse_moe.gate.weight, .experts.N.w1 (gate) w3 (up) w2 (down) .weight */
-  MOE_NAMES_QWEN3 = 2,    /* <prefix>mlp.gate.weight, mlp.experts.N.gate_proj up_proj down_proj .weight */
-  MOE_NAMES_OLMOE = 3,    /* as Qwen3 */
+  MOE_NAMES_QWEN3 = 2,    /* <prefix>mlp.gate.weight, mlp.experts.N.gate_proj up_proj down_proj .weight; Qwen2-MoE's and
+                             Qwen3-Next's mlp.shared_expert.*, mlp.shared_expert_gate.weight */
+  MOE_NAMES_OLMOE = 3,    /* as Qwen3, without a shared expert */
   MOE_NAMES_DEEPSEEK = 4, /* as Qwen3 + mlp.gate.e_score_correction_bias, mlp.shared_experts.* */
   MOE_NAMES_GPT_OSS = 5   /* <prefix>mlp.router.weight .bias, mlp.experts.gate_up_proj [E,D,2F] interleaved, ..._bias,
-                            down_proj [E,F,D], ..._bias; or MXFP4 ..._blocks, ..._scales (load only) */
+                             down_proj [E,F,D], ..._bias; or MXFP4 ..._blocks, ..._scales (load only) */
 } moe_names;
-/* prefix: "model.layers.0.", say.  The layer decides which tensors there must be, with which shapes; the layout comes
-   from `names` only, never from shapes.  A layer without a parameter that the file has under the prefix, or the other
-   way round, is an error that lists both.  flags: moe_checkpoint_flags (PARTIAL is about names under prefix + the
-   scheme's module, since other modules are not the layer's). */
+/* prefix: "model.layers.0.", say.  The layer decides which tensors there must be, with which shapes and dtypes; the
+   layout comes from `names` only, never from shapes.  A layer without a parameter that the file has under the prefix, or
+   the other way round, is MOE_ERR_FORMAT, which lists both.  flags: moe_checkpoint_flags (PARTIAL is about names under
+   prefix + the scheme's module, since other modules are not the layer's).  MOE_ERR_UNSUPPORTED where the scheme has no
+   name for a parameter, or the layer's experts are not gated, as those of all published schemes are.
+   Weights of few bits are computed in FP32 and rounded to the layer's dtype, with any flags: MXFP4; F8_E4M3 with
+   <name>_scale_inv for blocks of 128 x 128. */
 MOE_API MOE_CHECKED moe_status moe_checkpoint_load_layer(const moe_checkpoint *checkpoint, moe_queue *queue,
                                                          const moe_layer *layer, moe_span params, const char *prefix,
                                                          int64_t names, int64_t flags);
-/* Bit-equal after a load of the same names.  MOE_ERR_UNSUPPORTED where the scheme has no name for a parameter. */
+/* In the dtypes of the parameters; bit-equal after a load of the same names.  MOE_ERR_UNSUPPORTED as above, before
+   anything is written. */
 MOE_API MOE_CHECKED moe_status moe_checkpoint_save_layer(moe_checkpoint_writer *writer, moe_queue *queue,
                                                          const moe_layer *layer, moe_span params, const char *prefix,
                                                          int64_t names);
 
 /* ---- optimizer ---------------------------------------------------------------------------------------------------- */
-/* Moments, masters, step and rate, under <prefix>: training resumed from them continues bit for bit. */
+/* <prefix>step, <prefix>rate; of parameter N, counted as they were added, <prefix>N.m, N.v and, of a BF16 or F16
+   parameter, N.master, shaped as it.  Training that goes on from them, and from the parameters, gives the bits of
+   training that never stopped.  Descriptor and groups (decay, rate_scale) are not in it: the caller makes the same ones.
+   MOE_ERR_STATE before moe_adamw_bind. */
 MOE_API MOE_CHECKED moe_status moe_checkpoint_save_adamw(moe_checkpoint_writer *writer, moe_queue *queue,
                                                          const moe_adamw *opt, const char *prefix);
+/* All of it must be there, and nothing else under the prefix (or PARTIAL); MOE_ERR_FORMAT lists the differences, and
+   nothing has changed. */
 MOE_API MOE_CHECKED moe_status moe_checkpoint_load_adamw(const moe_checkpoint *checkpoint, moe_queue *queue,
                                                          moe_adamw *opt, const char *prefix, int64_t flags);
 

@@ -449,9 +449,11 @@ static int is_wanted(const struct moe__part *p, const struct moe__entry *e, int6
 moe_status moe__parts_check(const char *fn, const moe_checkpoint *c, const struct moe__part *parts, int64_t n,
                             const char *prefix, int64_t flags)
 {
+  const int64_t known = MOE_CHECKPOINT_CONVERT | MOE_CHECKPOINT_PARTIAL | MOE_CHECKPOINT_VERIFY;
   struct list missing = { 0 }, different = { 0 }, unexpected = { 0 };
-  char *named = calloc((size_t)c->n + 1, 1);
   moe_status st = MOE_OK;
+  if (flags & ~known) return moe__fail(MOE_ERR_INVALID, "%s: flags %lld are none", fn, (long long)flags);
+  char *named = calloc((size_t)c->n + 1, 1);
   if (!named) return no_memory(fn);
   for (int64_t i = 0; i < n; i++) {
     const struct moe__part *p = &parts[i];
@@ -498,11 +500,9 @@ moe_status moe_checkpoint_load(const moe_checkpoint *c, moe_queue *q, const moe_
                                int64_t flags)
 {
   static const char fn[] = "moe_checkpoint_load";
-  const int64_t known = MOE_CHECKPOINT_CONVERT | MOE_CHECKPOINT_PARTIAL | MOE_CHECKPOINT_VERIFY;
   if (!c || !q) return moe__fail(MOE_ERR_INVALID, "%s: %s is NULL", fn, c ? "queue" : "checkpoint");
   if (n < 0 || (n && !items))
     return moe__fail(MOE_ERR_INVALID, "%s: %lld items%s", fn, (long long)n, items ? "" : ", none given");
-  if (flags & ~known) return moe__fail(MOE_ERR_INVALID, "%s: flags %lld are none", fn, (long long)flags);
   for (int64_t i = 0; i < n; i++) {
     if (!items[i].name) return moe__fail(MOE_ERR_INVALID, "%s: items[%lld].name is NULL", fn, (long long)i);
     MOE__TRY(moe__want_array(fn, moe__shown(items[i].name).text, &items[i].tensor, 1));
