@@ -33,3 +33,4 @@ if test -f "$libdir/libmoe.a"; then
   LD_LIBRARY_PATH= ./static
 fi
 "$bindir/moe-info" >/dev/null
+"$bindir/moe-inspect" --version >/dev/null

@@ -18,13 +18,13 @@ only_public_names_are_exported() {
 no_cxx_runtime_is_needed() {
   ! ${NM:-nm} -D --undefined-only $lib | grep -E '_Z|__gxx|_Unwind|__cxa_(throw|guard|pure)'
 }
-only_the_c_library_is_needed() {
+only_the_c_library_and_jansson_are_needed() {
   ! readelf -d $lib | sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p' |
-    grep -Ev '^(libc|libm|libdl|libpthread|librt|ld-linux.*|libasan|libubsan)\.so'
+    grep -Ev '^(libc|libm|libdl|libpthread|librt|ld-linux.*|libjansson|libasan|libubsan)\.so'
 }
 
 tests='exported_names_are_the_listed_ones only_public_names_are_exported no_cxx_runtime_is_needed
-  only_the_c_library_is_needed'
+  only_the_c_library_and_jansson_are_needed'
 rc=0
 echo '[==========] Running 4 test(s).'
 for t in $tests; do

@@ -1,5 +1,5 @@
 #!/bin/sh
-# pack.sh : packs what a GPU machine without libtoolize, CMocka, jansson, CL headers and network needs to
+# pack.sh : packs what a GPU machine without libtoolize, CMocka, jansson, xxHash, CL headers and network needs to
 # build and test libmoe, into the one folder .pack/ of the source tree: the distribution's tarball, other
 # people's headers and libraries, and the demo's text. run-device.sh uses it there.
 set -e
@@ -15,7 +15,7 @@ cp build/libmoe-*.tar.gz .pack/
 # find FILE : its path, in the folders that the C compiler looks through
 header() { echo "#include <$1>" | cc -M -x c -include setjmp.h -include stdarg.h -include stddef.h -include stdint.h - |
   tr ' \\' '\n\n' | grep "/$1\$"; }
-for name in cmocka.h jansson.h jansson_config.h CL/cl.h CL/cl_version.h CL/cl_platform.h; do
+for name in cmocka.h jansson.h jansson_config.h xxhash.h CL/cl.h CL/cl_version.h CL/cl_platform.h; do
   cp "`header $name`" .pack/third/include/$name
 done
 # Shared libraries, since Debian's archives are not position-independent: as -l finds them, and as the loader does.

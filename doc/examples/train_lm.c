@@ -5,6 +5,9 @@
    and a last RMSNorm and linear layer give the logits of the next byte.  At the end the held-out tenth of
    the data is scored in bits per byte, beside an order-2 byte model and `xz -9e`.
 
+   --save writes a checkpoint: parameters, optimizer, step, where the batches are, and the configuration.  Training that
+   --resume continues gives the bits of training that was never stopped.
+
    Build: cc train_lm.c $(pkg-config --cflags --libs moe) -lm */
 #define _POSIX_C_SOURCE 200809L
 #include <moe/moe.h>
@@ -15,6 +18,7 @@
 #include <inttypes.h>
 #include <math.h>
 #include <signal.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/stat.h>
@@ -27,8 +31,8 @@
 
 /* ---- options ----------------------------------------------------------------------------------------------- */
 struct options {
-  const char *device, *metrics, *save;
-  int64_t dtype, context, embed, width, ff, experts, top_k, blocks, batch, steps, seed;
+  const char *device, *metrics, *save, *resume;
+  int64_t dtype, context, embed, width, ff, experts, top_k, blocks, batch, steps, seed, save_every, until;
   double seconds, rate, balance;
 };
 
@@ -38,7 +42,8 @@ static const struct {
   { "device D", "cuda[:N], opencl[:gpu|:cpu|:PLATFORM:DEVICE]; default: the best there is" },
   { "dtype T", "f32 (default), bf16, f16 or f64" },
   { "data FILE", "training text; may be repeated; default: the English texts of the package fortunes" },
-  { "steps N", "optimizer steps (default 2500)" },
+  { "steps N", "optimizer steps of the whole training (default 2500)" },
+  { "until N", "stop after step N of them" },
   { "seconds S", "stop training after S seconds (default 240; 0: no limit)" },
   { "seed N", "of the initial values and of the batches (default 2)" },
   { "batch T", "bytes predicted in a step (default 1024)" },
@@ -52,7 +57,9 @@ static const struct {
   { "rate R", "peak learning rate (default 0.002)" },
   { "balance C", "coefficient of the balance loss (default 0.01)" },
   { "metrics FILE", "one JSON object a step" },
-  { "save FILE", "trained weights: int64 count; per matrix int64 rows, int64 columns, f32 data" },
+  { "save FILE", "a checkpoint (safetensors) of the whole training, when it stops" },
+  { "save-every N", "and after every N steps" },
+  { "resume FILE", "continue a training that was saved, with the options it had" },
   { "help", "this text" },
 };
 
@@ -232,7 +239,20 @@ struct model {
   moe_layer_state states[MAX_BLOCKS];
   int32_t *host_ids, *host_targets;
   int64_t streams; /* of initial values, used so far */
+  int64_t step;    /* taken */
+  uint64_t random; /* where the batches are */
 };
+
+/* The parameters outside the blocks. */
+static int64_t own_matrices(struct model *m, struct matrix *own[MAX_BLOCKS + 4])
+{
+  int64_t n = 0;
+  own[n++] = &m->embed;
+  own[n++] = &m->mix;
+  own[n++] = &m->head;
+  for (int64_t b = 0; b <= m->o.blocks; b++) own[n++] = &m->norm[b];
+  return n;
+}
 
 /* Values: normal of this standard deviation (a stream of their own), or all 1 where it is 0. */
 static moe_status make_matrix(struct model *m, struct matrix *x, int64_t rank, int64_t rows, int64_t cols,
@@ -375,65 +395,173 @@ static int evaluate(struct model *m, const struct text *t, double *bits)
   return 0;
 }
 
-/* ---- export ---------------------------------------------------------------------------------------------------------- */
-static int write_matrix(struct model *m, FILE *f, const moe_tensor *t)
-{
-  int64_t count = moe_tensor_count(t), cols = t->rank > 1 ? t->shape[t->rank - 1] : 1;
-  const int64_t header[2] = { cols ? count / cols : 0, cols };
-  double *values = malloc((size_t)(count ? count : 1) * sizeof *values);
-  int ok = values && moe_tensor_read(m->q, values, t, count) == MOE_OK && fwrite(header, sizeof header, 1, f) == 1;
-  for (int64_t i = 0; ok && i < count; i++) {
-    float value = (float)values[i];
-    ok = fwrite(&value, sizeof value, 1, f) == 1;
+/* ---- checkpoints ------------------------------------------------------------------------------------------------------ */
+/* What must be the same for training to go on as it would have. */
+enum kind { AS_WHOLE, AS_REAL, AS_DTYPE };
+static const struct {
+  const char *name;
+  enum kind kind;
+  size_t at;
+} config[] = {
+#define OPTION(name, kind, member)                                                                                     \
+  {                                                                                                                    \
+    name, kind, offsetof(struct options, member)                                                                       \
   }
-  free(values);
-  return ok;
+  OPTION("dtype", AS_DTYPE, dtype),    OPTION("context", AS_WHOLE, context), OPTION("embed", AS_WHOLE, embed),
+  OPTION("width", AS_WHOLE, width),    OPTION("ff", AS_WHOLE, ff),           OPTION("experts", AS_WHOLE, experts),
+  OPTION("top-k", AS_WHOLE, top_k),    OPTION("blocks", AS_WHOLE, blocks),   OPTION("batch", AS_WHOLE, batch),
+  OPTION("steps", AS_WHOLE, steps),    OPTION("seed", AS_WHOLE, seed),       OPTION("rate", AS_REAL, rate),
+  OPTION("balance", AS_REAL, balance),
+#undef OPTION
+};
+#define N_CONFIG (sizeof config / sizeof config[0])
+
+static const char *config_text(const struct options *o, size_t i, char text[32])
+{
+  const char *member = (const char *)o + config[i].at;
+  int64_t whole;
+  double real;
+  if (config[i].kind == AS_REAL) {
+    memcpy(&real, member, sizeof real);
+    snprintf(text, 32, "%.17g", real);
+    return text;
+  }
+  memcpy(&whole, member, sizeof whole);
+  if (config[i].kind == AS_DTYPE) return moe_dtype_name(whole);
+  snprintf(text, 32, "%" PRId64, whole);
+  return text;
 }
 
-static int save(struct model *m, const char *path)
+/* FNV-1a, to tell one text from another. */
+static const char *text_sum(const struct text *t, char text[64])
 {
-  FILE *f = fopen(path, "wb");
-  const struct matrix *own[MAX_BLOCKS + 4] = { &m->embed, &m->mix, &m->head };
-  int64_t n = 3, count, per_layer = 0;
-  moe_tensor p;
-  for (int64_t b = 0; b <= m->o.blocks; b++) own[n++] = &m->norm[b];
-  while (moe_layer_param(&p, NULL, NULL, m->layer, m->params[0], (moe_span){ 0 }, per_layer) == MOE_OK) per_layer++;
-  count = n + m->o.blocks * per_layer;
-  int ok = f && fwrite(&count, sizeof count, 1, f) == 1;
-  for (int64_t i = 0; ok && i < n; i++) ok = write_matrix(m, f, &own[i]->t);
-  for (int64_t b = 0; b < m->o.blocks; b++)
-    for (int64_t i = 0; ok && i < per_layer; i++)
-      ok = moe_layer_param(&p, NULL, NULL, m->layer, m->params[b], (moe_span){ 0 }, i) == MOE_OK &&
-           write_matrix(m, f, &p);
-  if (f && fclose(f)) ok = 0;
-  if (!ok) fprintf(stderr, "train_lm: cannot write %s: %s\n", path, strerror(errno));
-  return !ok;
+  uint64_t sum = 14695981039346656037u;
+  for (int64_t i = 0; i < t->count; i++) sum = (sum ^ t->bytes[i]) * 1099511628211u;
+  snprintf(text, 64, "%" PRId64 " bytes, FNV-1a %016" PRIx64, t->count, sum);
+  return text;
+}
+
+struct names {
+  char text[MAX_BLOCKS + 4][16];
+};
+static int64_t own_items(struct model *m, moe_checkpoint_item *items, struct names *names)
+{
+  static const char *const first[] = { "embed", "mix", "head" };
+  struct matrix *own[MAX_BLOCKS + 4];
+  int64_t n = own_matrices(m, own);
+  for (int64_t i = 0; i < n; i++) {
+    if (i < 3) snprintf(names->text[i], sizeof names->text[i], "%s", first[i]);
+    else snprintf(names->text[i], sizeof names->text[i], "norm.%d", (int)(i - 3));
+    items[i] = (moe_checkpoint_item){ names->text[i], own[i]->t };
+  }
+  return n;
+}
+
+static moe_status write_model(struct model *m, const struct text *t, moe_checkpoint_writer *w)
+{
+  moe_checkpoint_item items[MAX_BLOCKS + 4];
+  struct names names;
+  char text[64];
+  int64_t n = own_items(m, items, &names);
+  moe_status st = moe_checkpoint_writer_metadata(w, "text", text_sum(t, text));
+  for (size_t i = 0; !st && i < N_CONFIG; i++)
+    st = moe_checkpoint_writer_metadata(w, config[i].name, config_text(&m->o, i, text));
+  snprintf(text, sizeof text, "%" PRId64, m->step);
+  if (!st) st = moe_checkpoint_writer_metadata(w, "step", text);
+  snprintf(text, sizeof text, "%" PRIu64, m->random);
+  if (!st) st = moe_checkpoint_writer_metadata(w, "random", text);
+  for (int64_t i = 0; !st && i < n; i++)
+    st = moe_checkpoint_writer_add_tensor(w, items[i].name, m->q, &items[i].tensor);
+  for (int64_t b = 0; !st && b < m->o.blocks; b++) {
+    snprintf(text, sizeof text, "blocks.%d.", (int)b);
+    st = moe_checkpoint_save_layer(w, m->q, m->layer, m->params[b], text, MOE_NAMES_LIBMOE);
+  }
+  if (!st) st = moe_checkpoint_save_adamw(w, m->q, m->adamw, "adamw.");
+  return st ? st : moe_checkpoint_writer_commit(w);
+}
+
+static int save(struct model *m, const struct text *t)
+{
+  moe_checkpoint_writer *w;
+  TRY(moe_checkpoint_writer_create(&w, m->o.save, NULL));
+  moe_status st = write_model(m, t, w);
+  moe_checkpoint_writer_free(w);
+  TRY(st);
+  return 0;
+}
+
+/* The number under a metadata key. */
+static int metadata_number(const moe_checkpoint *c, const char *key, uint64_t *out)
+{
+  const char *text = moe_checkpoint_metadata(c, key);
+  char *end;
+  errno = 0;
+  *out = text ? strtoull(text, &end, 10) : 0;
+  return text && !errno && end != text && !*end;
+}
+
+static int read_model(struct model *m, const struct text *t, const moe_checkpoint *c)
+{
+  moe_checkpoint_item items[MAX_BLOCKS + 4];
+  struct names names;
+  char text[64];
+  uint64_t step;
+  int same = 1;
+  for (size_t i = 0; i <= N_CONFIG; i++) {
+    const char *name = i < N_CONFIG ? config[i].name : "text", *saved = moe_checkpoint_metadata(c, name);
+    const char *own = i < N_CONFIG ? config_text(&m->o, i, text) : text_sum(t, text);
+    if (saved && !strcmp(saved, own)) continue;
+    fprintf(stderr, "train_lm: %s has %s %s, this training %s\n", m->o.resume, name, saved ? saved : "(none)", own);
+    same = 0;
+  }
+  if (!same) return 1;
+  if (!metadata_number(c, "step", &step) || step > INT64_MAX || !metadata_number(c, "random", &m->random)) {
+    fprintf(stderr, "train_lm: %s has no step and random number to go on from\n", m->o.resume);
+    return 1;
+  }
+  m->step = (int64_t)step;
+  TRY(moe_checkpoint_load(c, m->q, items, own_items(m, items, &names), MOE_CHECKPOINT_PARTIAL));
+  for (int64_t b = 0; b < m->o.blocks; b++) {
+    snprintf(text, sizeof text, "blocks.%d.", (int)b);
+    TRY(moe_checkpoint_load_layer(c, m->q, m->layer, m->params[b], text, MOE_NAMES_LIBMOE, 0));
+  }
+  TRY(moe_checkpoint_load_adamw(c, m->q, m->adamw, "adamw.", 0));
+  return 0;
+}
+
+static int resume(struct model *m, const struct text *t)
+{
+  moe_checkpoint *c;
+  TRY(moe_checkpoint_open(&c, m->o.resume));
+  TRY(moe_checkpoint_verify(c, NULL));
+  int rc = read_model(m, t, c);
+  moe_checkpoint_close(c);
+  return rc;
 }
 
 /* ---- training ---------------------------------------------------------------------------------------------------------- */
 static int train(struct model *m, const struct text *t, FILE *metrics)
 {
   const struct options *o = &m->o;
-  uint64_t random = 0xd1342543de82ef95u * (uint64_t)(o->seed + 1) | 1;
   double start = now(), shown = start, imbalance = 0;
   int terminal = isatty(STDOUT_FILENO);
-  int64_t step = 0;
-  while (step < o->steps && !interrupted) {
+  int64_t first = m->step, end = o->until && o->until < o->steps ? o->until : o->steps;
+  while (m->step < end && !interrupted) {
     moe_value loss;
     double value;
     for (int64_t i = 0; i < o->batch; i++)
-      example(t, (int64_t)(next_random(&random) % (uint64_t)t->train), o->context, m->host_ids + i * o->context,
+      example(t, (int64_t)(next_random(&m->random) % (uint64_t)t->train), o->context, m->host_ids + i * o->context,
               m->host_targets + i);
     if (forward(m, o->batch, 1, &loss)) return 1;
     TRY(moe_tape_backward(m->tape, loss, (moe_value){ 0 }, 0));
     TRY(moe_adamw_step(m->adamw, m->q));
     TRY(moe_tape_read(m->tape, loss, &value, 1));
-    step++;
-    double t1 = now(), spent = t1 - start, speed = (double)(step * o->batch) / spent;
-    double left = spent / (double)step * (double)(o->steps - step);
-    int last = step == o->steps || (o->seconds > 0 && spent > o->seconds);
+    int64_t step = ++m->step, taken = step - first;
+    double t1 = now(), spent = t1 - start, speed = (double)(taken * o->batch) / spent;
+    double left = spent / (double)taken * (double)(end - step);
+    int last = step == end || (o->seconds > 0 && spent > o->seconds);
     if (o->seconds > 0 && left > o->seconds - spent) left = o->seconds - spent > 0 ? o->seconds - spent : 0;
-    int show = last || step == 1 || t1 - shown > (terminal ? 0.25 : 10);
+    int show = last || taken == 1 || t1 - shown > (terminal ? 0.25 : 10);
     if (show || metrics) {
       moe_layer_metrics load = moe_layer_metrics_init();
       imbalance = 0;
@@ -462,11 +590,13 @@ static int train(struct model *m, const struct text *t, FILE *metrics)
       return 1;
     }
     if (last) break;
+    if (o->save_every && step % o->save_every == 0 && save(m, t)) return 1;
   }
   TRY(moe_queue_wait(m->q));
   printf("%s%s after %" PRId64 " steps, %.1f s, %.0f bytes/s\n", terminal ? "\n" : "",
-         interrupted ? "interrupted" : "trained", step, now() - start, (double)(step * o->batch) / (now() - start));
-  return 0;
+         interrupted ? "interrupted" : "trained", m->step, now() - start,
+         (double)((m->step - first) * o->batch) / (now() - start));
+  return o->save ? save(m, t) : 0;
 }
 
 static int report(struct model *m, const struct text *t)
@@ -484,10 +614,10 @@ static int report(struct model *m, const struct text *t)
 
 static void release(struct model *m)
 {
-  struct matrix *own[MAX_BLOCKS + 4] = { &m->embed, &m->mix, &m->head };
-  for (int b = 0; b <= MAX_BLOCKS; b++) own[3 + b] = &m->norm[b];
+  struct matrix *own[MAX_BLOCKS + 4];
+  int64_t n = own_matrices(m, own);
   if (m->q) (void)!moe_queue_wait(m->q);
-  for (int i = 0; i < MAX_BLOCKS + 4; i++) {
+  for (int64_t i = 0; i < n; i++) {
     moe_span_free(m->ctx, &own[i]->memory);
     moe_span_free(m->ctx, &own[i]->grad_memory);
   }
@@ -552,15 +682,34 @@ static int parse(int argc, char **argv, struct options *o, struct text *t)
     BALANCE,
     METRICS,
     SAVE,
+    SAVE_EVERY,
+    RESUME,
+    UNTIL,
     HELP
   };
-  static const struct option known[] = {
-    { "device", 1, 0, DEVICE },   { "dtype", 1, 0, DTYPE },   { "data", 1, 0, DATA },   { "steps", 1, 0, STEPS },
-    { "seconds", 1, 0, SECONDS }, { "seed", 1, 0, SEED },     { "batch", 1, 0, BATCH }, { "context", 1, 0, CONTEXT },
-    { "embed", 1, 0, EMBED },     { "width", 1, 0, WIDTH },   { "ff", 1, 0, FF },       { "experts", 1, 0, EXPERTS },
-    { "top-k", 1, 0, TOP_K },     { "blocks", 1, 0, BLOCKS }, { "rate", 1, 0, RATE },   { "balance", 1, 0, BALANCE },
-    { "metrics", 1, 0, METRICS }, { "save", 1, 0, SAVE },     { "help", 0, 0, HELP },   { 0, 0, 0, 0 }
-  };
+  static const struct option known[] = { { "device", 1, 0, DEVICE },
+                                         { "dtype", 1, 0, DTYPE },
+                                         { "data", 1, 0, DATA },
+                                         { "steps", 1, 0, STEPS },
+                                         { "seconds", 1, 0, SECONDS },
+                                         { "seed", 1, 0, SEED },
+                                         { "batch", 1, 0, BATCH },
+                                         { "context", 1, 0, CONTEXT },
+                                         { "embed", 1, 0, EMBED },
+                                         { "width", 1, 0, WIDTH },
+                                         { "ff", 1, 0, FF },
+                                         { "experts", 1, 0, EXPERTS },
+                                         { "top-k", 1, 0, TOP_K },
+                                         { "blocks", 1, 0, BLOCKS },
+                                         { "rate", 1, 0, RATE },
+                                         { "balance", 1, 0, BALANCE },
+                                         { "metrics", 1, 0, METRICS },
+                                         { "save", 1, 0, SAVE },
+                                         { "save-every", 1, 0, SAVE_EVERY },
+                                         { "resume", 1, 0, RESUME },
+                                         { "until", 1, 0, UNTIL },
+                                         { "help", 0, 0, HELP },
+                                         { 0, 0, 0, 0 } };
   int c;
   while ((c = getopt_long(argc, argv, "", known, NULL)) != -1) {
     int ok = 1;
@@ -589,6 +738,9 @@ static int parse(int argc, char **argv, struct options *o, struct text *t)
     case BALANCE: ok = number("balance", optarg, 0, &o->balance); break;
     case METRICS: o->metrics = optarg; break;
     case SAVE: o->save = optarg; break;
+    case SAVE_EVERY: ok = whole_number("save-every", optarg, 1, 1000000000, &o->save_every); break;
+    case RESUME: o->resume = optarg; break;
+    case UNTIL: ok = whole_number("until", optarg, 1, 1000000000, &o->until); break;
     case HELP: usage(stdout); exit(0);
     default: usage(stderr); return 0;
     }
@@ -596,6 +748,10 @@ static int parse(int argc, char **argv, struct options *o, struct text *t)
   }
   if (optind < argc) {
     fprintf(stderr, "train_lm: unexpected argument %s\n", argv[optind]);
+    return 0;
+  }
+  if (o->save_every && !o->save) {
+    fprintf(stderr, "train_lm: --save-every without --save\n");
     return 0;
   }
   if (!t->bytes && !default_text(t)) return 0;
@@ -632,13 +788,15 @@ int main(int argc, char **argv)
     return 2;
   }
   int rc = 0;
-  if (m.o.metrics && !(metrics = fopen(m.o.metrics, "w"))) {
+  if (m.o.metrics && !(metrics = fopen(m.o.metrics, m.o.resume ? "a" : "w"))) {
     fprintf(stderr, "train_lm: cannot write %s: %s\n", m.o.metrics, strerror(errno));
     rc = 1;
   }
   if (metrics) setvbuf(metrics, NULL, _IOLBF, 0); /* can be followed while it trains */
   signal(SIGINT, on_interrupt);
+  m.random = 0xd1342543de82ef95u * (uint64_t)(m.o.seed + 1) | 1;
   if (!rc) rc = build(&m);
+  if (!rc && m.o.resume) rc = resume(&m, &t);
   if (!rc) {
     moe_device_info info = moe_device_info_init();
     int64_t all, active;
@@ -652,7 +810,6 @@ int main(int argc, char **argv)
     rc = train(&m, &t, metrics);
   }
   if (!rc) rc = report(&m, &t);
-  if (!rc && m.o.save) rc = save(&m, m.o.save);
   if (metrics && fclose(metrics)) rc = 1;
   release(&m);
   free(t.bytes);

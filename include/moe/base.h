@@ -58,6 +58,9 @@ MOE_API const char *moe_version_string(void);
   XX(ERR_NO_SECOND_DERIVATIVE, -11, "a fused operation has first derivatives only")                                    \
   XX(ERR_VERSION, -12, "a struct sets a member this library does not know")                                            \
   XX(ERR_DATA, -13, "bad data was met on the device (health word set)")                                                \
+  XX(ERR_IO, -14, "a file could not be read or written")                                                               \
+  XX(ERR_FORMAT, -15, "a file does not hold what it should")                                                           \
+  XX(ERR_NOT_FOUND, -16, "there is nothing of that name")                                                              \
   XX(ERR_CHECK, -17, "a check found a result outside its bound")
 
 typedef enum moe_status {

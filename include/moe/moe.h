@@ -3,6 +3,7 @@
 #define MOE_MOE_H
 
 #include <moe/base.h>
+#include <moe/checkpoint.h>
 #include <moe/context.h>
 #include <moe/experts.h>
 #include <moe/layer.h>

@@ -8,8 +8,8 @@
 extern "C" {
 #endif
 
-/* Element types.  The F8 kinds are storage only (checkpoints); kernels compute in F64 and F32 and store
-   F64, F32, BF16 and F16. */
+/* Element types.  The F8 kinds and BOOL (a byte, 0 or 1) are storage only (checkpoints); kernels compute in F64 and F32
+   and store F64, F32, BF16 and F16. */
 typedef enum moe_dtype {
   MOE_NONE = 0,
   MOE_F64 = 1,
@@ -20,7 +20,8 @@ typedef enum moe_dtype {
   MOE_F8E5M2 = 6,
   MOE_I64 = 7,
   MOE_I32 = 8,
-  MOE_U8 = 9
+  MOE_U8 = 9,
+  MOE_BOOL = 10
 } moe_dtype;
 
 #define MOE_RANK_MAX 6

@@ -1,7 +1,10 @@
 /* layer.c - the layer around the routed branch: parameters as a table, where arrays lie, and the two
    sequences of ops (walk_forward, walk_backward) in which moe_experts_* is one step. */
-#include "core/arena.h"
 #include "core/layer.h"
+
+#include "core/arena.h"
+#include "core/convert.h"
+#include "core/experts.h"
 #include "core/tensor.h"
 
 #include <math.h>
@@ -45,6 +48,13 @@ struct moe_layer {
   double balance_coef, z_coef;
   struct moe__act act;
 };
+
+const char *moe__param_dims(const char *name)
+{
+  for (int p = 0; p < P_COUNT; p++)
+    if (!strcmp(params[p].name, name)) return params[p].shape;
+  return NULL;
+}
 
 static const moe_tensor none;
 
@@ -486,7 +496,7 @@ moe_status moe_layer_explain(const moe_layer *l, int64_t T, char *text, uint64_t
   return MOE_OK;
 }
 
-static moe_status check_objects(const char *fn, const moe_layer *l, const moe_queue *q)
+moe_status moe__layer_check(const char *fn, const moe_layer *l, const moe_queue *q)
 {
   if (!l || !q) return moe__fail(MOE_ERR_INVALID, "%s: %s is NULL", fn, l ? "queue" : "layer");
   if (l->ctx != q->ctx) return moe__fail(MOE_ERR_INVALID, "%s: queue and layer are of different contexts", fn);
@@ -498,7 +508,7 @@ moe_status moe_layer_init(moe_layer *l, moe_queue *q, moe_span span, uint64_t se
   static const char fn[] = "moe_layer_init";
   struct moe__arena a = moe__arena_over(span);
   moe_tensor p[P_COUNT];
-  MOE__TRY(check_objects(fn, l, q));
+  MOE__TRY(moe__layer_check(fn, l, q));
   if (!isfinite(stddev) || stddev < 0)
     return moe__fail(MOE_ERR_INVALID, "%s: stddev %g, wanted finite and >= 0", fn, stddev);
   lay_params(l, 0, &a, p);
@@ -535,7 +545,7 @@ static moe_status forward(moe_layer *l, moe_queue *q, const moe_layer_io *given,
   moe_tensor p[P_COUNT];
   struct kept k;
   struct work s = { 0 };
-  MOE__TRY(check_objects(fn, l, q));
+  MOE__TRY(moe__layer_check(fn, l, q));
   MOE__TRY(moe__struct_in(&io, sizeof io, given, fn, "io"));
   if (io.x.rank != 2) return moe__fail(MOE_ERR_INVALID, "%s: x has rank %d, 2 is wanted", fn, io.x.rank);
   int64_t T = io.x.shape[0], S = io.sequences ? io.sequences : 1;
@@ -676,7 +686,7 @@ moe_status moe_layer_metrics_read(moe_layer_metrics *out, int32_t *load, moe_lay
   moe_state inner;
   struct kept k;
   double losses[2], stats[4];
-  MOE__TRY(check_objects(fn, l, q));
+  MOE__TRY(moe__layer_check(fn, l, q));
   MOE__TRY(open_state(&own, &k, &inner, state, fn));
   if (own.layer != l) return moe__fail(MOE_ERR_STATE, "%s: state is of another layer", fn);
   struct moe__walk w = { .mode = MOE__RUN, .ctx = l->ctx, .q = q };
@@ -709,7 +719,7 @@ moe_status moe_layer_bias_step(moe_layer *l, moe_queue *q, moe_span span, const 
   static const char fn[] = "moe_layer_bias_step";
   struct moe__arena a = moe__arena_over(span);
   moe_tensor p[P_COUNT];
-  MOE__TRY(check_objects(fn, l, q));
+  MOE__TRY(moe__layer_check(fn, l, q));
   if (!l->has[P_CORRECTION]) return moe__fail(MOE_ERR_INVALID, "%s: the layer has no correction_bias", fn);
   if (!counts || counts->rank != 2) return moe__fail(MOE_ERR_INVALID, "%s: counts wants rank 2", fn);
   if (!isfinite(rate)) return moe__fail(MOE_ERR_INVALID, "%s: rate is not finite", fn);
@@ -734,7 +744,7 @@ moe_status moe_layer_backward(moe_layer *l, moe_queue *q, const moe_layer_state 
   moe_tensor p[P_COUNT], g[P_COUNT];
   struct kept k;
   struct work s = { 0 };
-  MOE__TRY(check_objects(fn, l, q));
+  MOE__TRY(moe__layer_check(fn, l, q));
   MOE__TRY(open_state(&own, &k, &inner, given_state, fn));
   MOE__TRY(moe__struct_in(&io, sizeof io, given, fn, "io"));
   if (own.layer != l) return moe__fail(MOE_ERR_STATE, "%s: state is of another layer", fn);

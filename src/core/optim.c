@@ -1,15 +1,18 @@
 /* optim.c - moe_adamw: a list of parameters, one state span, one straight sequence of ops per step. */
+#include "core/optim.h"
+
 #include "core/arena.h"
+#include "core/convert.h"
 #include "core/tensor.h"
 #include "core/walk.h"
 
-#include <moe/optim.h>
-
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 struct item {
-  moe_tensor p, g; /* flat */
+  moe_tensor p, g;   /* flat */
+  moe_tensor shaped; /* the parameter as it was given */
   double decay, rate_scale;
   moe_tensor m, v, master; /* laid out by bind */
 };
@@ -142,6 +145,7 @@ moe_status moe_adamw_add(moe_adamw *o, const moe_tensor *param, const moe_tensor
                      (long long)it.p.shape[0]);
   if (!(decay >= 0 && isfinite(decay) && isfinite(rate_scale) && rate_scale >= 0))
     return moe__fail(MOE_ERR_INVALID, "%s: decay %g, rate_scale %g: wanted finite and >= 0", fn, decay, rate_scale);
+  it.shaped = *param;
   it.decay = decay;
   it.rate_scale = rate_scale;
   if (o->count == o->room) {
@@ -226,4 +230,34 @@ moe_status moe_adamw_read(moe_adamw_info *out, moe_adamw *o, moe_queue *q)
   info.rate = moe__to_double(rate, o->desc.dtype, 0);
   info.norm = moe__to_double(clip, o->desc.dtype, 1);
   return moe__struct_out(out, &info, sizeof info, fn, "out");
+}
+
+moe_status moe__adamw_parts(struct moe__adamw_part **out, int64_t *n, const moe_adamw *o, const moe_queue *q,
+                            const char *fn)
+{
+  MOE__TRY(check_objects(fn, o, q));
+  if (!o->bound) return moe__fail(MOE_ERR_STATE, "%s: before moe_adamw_bind", fn);
+  struct moe__adamw_part *part = calloc((size_t)(2 + 3 * o->count), sizeof *part);
+  if (!part) return moe__fail(MOE_ERR_NO_MEMORY, "%s: no host memory", fn);
+  *out = part;
+  *part++ = (struct moe__adamw_part){ "step", o->step };
+  *part++ = (struct moe__adamw_part){ "rate", o->lr };
+  for (int64_t i = 0; i < o->count; i++) {
+    const struct item *it = &o->items[i];
+    const struct {
+      const char *name;
+      moe_tensor t;
+    } of[] = { { "m", it->m }, { "v", it->v }, { "master", it->master } };
+    for (int k = 0; k < 3; k++) {
+      if (!of[k].t.handle) continue;
+      snprintf(part->name, sizeof part->name, "%lld.%s", (long long)i, of[k].name);
+      part->t = it->shaped;
+      part->t.handle = of[k].t.handle;
+      part->t.offset = of[k].t.offset;
+      part->t.dtype = of[k].t.dtype;
+      part++;
+    }
+  }
+  *n = part - *out;
+  return MOE_OK;
 }

@@ -1,6 +1,7 @@
 /* status.c - status texts, the thread's last error, and the rules of structs that grow. */
 #include "core/status.h"
 
+#include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
 
@@ -53,6 +54,26 @@ moe_status moe__fail_in(moe_status status, const char *prefix)
 void moe__clear_error(void)
 {
   last_error[0] = 0;
+}
+
+struct moe__shown moe__shown(const char *text)
+{
+  struct moe__shown shown;
+  const size_t room = sizeof shown.text - 1, length = strlen(text);
+  const int cut = length > room;
+  if (cut) text += length - (room - 3);
+  while (cut && ((unsigned char)*text & 0xc0) == 0x80) text++; /* the rest of a character */
+  snprintf(shown.text, sizeof shown.text, "%s%s", cut ? "..." : "", text);
+  for (char *c = shown.text; *c; c++)
+    if ((unsigned char)*c < ' ' || *c == 0x7f) *c = '?';
+  return shown;
+}
+
+moe_status moe__fail_io(const char *fn, const char *what, const char *path)
+{
+  char reason[128];
+  if (strerror_r(errno, reason, sizeof reason)) snprintf(reason, sizeof reason, "error %d", errno);
+  return moe__fail(MOE_ERR_IO, "%s: %s %s: %s", fn, what, moe__shown(path).text, reason);
 }
 
 moe_status moe__struct_in(void *own, uint64_t own_size, const void *given, const char *function, const char *name)

@@ -10,6 +10,13 @@ moe_status moe__fail(moe_status status, const char *format, ...) __attribute__((
 /* Puts "prefix: " before the present sentence (a public function names itself in front of an inner error). */
 moe_status moe__fail_in(moe_status status, const char *prefix);
 void moe__clear_error(void);
+/* Foreign text as it can stand in a sentence: on one line, its end where it is long. */
+struct moe__shown {
+  char text[96];
+};
+struct moe__shown moe__shown(const char *text);
+/* MOE_ERR_IO: "fn: what PATH: the system's reason", of errno. */
+moe_status moe__fail_io(const char *fn, const char *what, const char *path);
 
 #define MOE__TRY(call)                                                                                                 \
   do {                                                                                                                 \

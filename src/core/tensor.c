@@ -3,15 +3,13 @@
 
 #include "core/status.h"
 
-#include <math.h>
-
 static const struct {
   const char *name;
   int size;
 } dtypes[] = {
-  [MOE_F64] = { "f64", 8 }, [MOE_F32] = { "f32", 4 },       [MOE_BF16] = { "bf16", 2 },
-  [MOE_F16] = { "f16", 2 }, [MOE_F8E4M3] = { "f8e4m3", 1 }, [MOE_F8E5M2] = { "f8e5m2", 1 },
-  [MOE_I64] = { "i64", 8 }, [MOE_I32] = { "i32", 4 },       [MOE_U8] = { "u8", 1 },
+  [MOE_F64] = { "f64", 8 },       [MOE_F32] = { "f32", 4 },       [MOE_BF16] = { "bf16", 2 }, [MOE_F16] = { "f16", 2 },
+  [MOE_F8E4M3] = { "f8e4m3", 1 }, [MOE_F8E5M2] = { "f8e5m2", 1 }, [MOE_I64] = { "i64", 8 },   [MOE_I32] = { "i32", 4 },
+  [MOE_U8] = { "u8", 1 },         [MOE_BOOL] = { "bool", 1 },
 };
 #define N_DTYPES ((int64_t)(sizeof dtypes / sizeof dtypes[0]))
 
@@ -237,37 +235,6 @@ moe_tensor moe__swapped(moe_tensor t, int d0, int d1)
   return view;
 }
 
-static double small_float(uint32_t sign, uint32_t exponent, uint32_t mantissa, int mantissa_bits, int bias, int has_inf)
-{
-  double v;
-  if (has_inf && exponent == (2u * (uint32_t)bias + 1)) v = mantissa ? NAN : INFINITY;
-  else if (exponent) v = ldexp(1.0 + ldexp((double)mantissa, -mantissa_bits), (int)exponent - bias);
-  else v = ldexp((double)mantissa, 1 - bias - mantissa_bits);
-  return sign ? -v : v;
-}
-
-double moe__to_double(const void *data, int64_t dtype, int64_t i)
-{
-  switch (dtype) {
-  case MOE_F64: return ((const double *)data)[i];
-  case MOE_F32: return (double)((const float *)data)[i];
-  case MOE_I64: return (double)((const int64_t *)data)[i];
-  case MOE_I32: return (double)((const int32_t *)data)[i];
-  case MOE_U8: return (double)((const uint8_t *)data)[i];
-  case MOE_BF16: {
-    uint32_t bits = (uint32_t)((const uint16_t *)data)[i] << 16;
-    float f;
-    memcpy(&f, &bits, sizeof f);
-    return (double)f;
-  }
-  case MOE_F16: {
-    uint32_t h = ((const uint16_t *)data)[i];
-    return small_float(h >> 15, h >> 10 & 31, h & 1023, 10, 15, 1);
-  }
-  default: return NAN;
-  }
-}
-
 moe_status moe__want_out(const char *fn, const char *name, const moe_tensor *t, int64_t dtype, int64_t rank,
                          const int64_t *shape)
 {
@@ -276,6 +243,27 @@ moe_status moe__want_out(const char *fn, const char *name, const moe_tensor *t, 
     if (t->shape[d] > 1 && t->stride[d] == 0)
       return moe__fail(MOE_ERR_INVALID, "%s: %s is written and has stride 0 in dimension %lld", fn, name, (long long)d);
   return MOE_OK;
+}
+
+moe_status moe__want_array(const char *fn, const char *name, const moe_tensor *t, int written)
+{
+  int64_t last = 1, count = 1, reach, empty = 0; /* last: elements from the first to past the last */
+  if (!moe_dtype_size(t->dtype)) return moe__fail(MOE_ERR_INVALID, "%s: %s has dtype %d", fn, name, t->dtype);
+  if (t->rank < 0 || t->rank > MOE_RANK_MAX) return moe__fail(MOE_ERR_INVALID, "%s: %s has rank %d", fn, name, t->rank);
+  for (int d = 0; d < t->rank; d++) {
+    if (t->shape[d] < 0)
+      return moe__fail(MOE_ERR_INVALID, "%s: %s has extent %lld in dimension %d", fn, name, (long long)t->shape[d], d);
+    empty |= !t->shape[d];
+  }
+  for (int d = 0; d < t->rank && !empty; d++)
+    if (moe__mul(&reach, t->shape[d] - 1, t->stride[d]) || __builtin_add_overflow(last, reach, &last) ||
+        moe__mul(&count, count, t->shape[d]))
+      return moe__fail(MOE_ERR_INVALID, "%s: %s has extent %lld and stride %lld in dimension %d", fn, name,
+                       (long long)t->shape[d], (long long)t->stride[d], d);
+  if (moe__mul(&last, last, (int64_t)moe_dtype_size(t->dtype)) ||
+      moe__mul(&count, count, (int64_t)moe_dtype_size(t->dtype)))
+    return moe__fail(MOE_ERR_INVALID, "%s: %s reaches past 2^63-1 bytes", fn, name);
+  return empty && !t->handle ? MOE_OK : (written ? moe__want_out : moe__want)(fn, name, t, t->dtype, t->rank, t->shape);
 }
 
 moe_status moe__apart(const char *fn, const char *out_name, const moe_tensor *out, const char *in_name,

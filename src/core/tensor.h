@@ -33,10 +33,11 @@ moe_status moe__want_out(const char *fn, const char *name, const moe_tensor *t, 
 #define WANT_OUT(fn, t, dtype, ...)                                                                                    \
   moe__want_out(fn, #t, &(t), dtype, (int64_t)(sizeof((const int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)),            \
                 (const int64_t[]){ __VA_ARGS__ })
+/* A tensor of any dtype and shape: given, its dtype one of moe_dtype, aligned to its elements, all of it within 2^63-1
+   bytes, strides not negative; written: none 0. */
+moe_status moe__want_array(const char *fn, const char *name, const moe_tensor *t, int written);
 /* Refuses an output that begins where an input that is still needed begins. */
 moe_status moe__apart(const char *fn, const char *out_name, const moe_tensor *out, const char *in_name,
                       const moe_tensor *in);
-/* Element i of host data; NaN for the F8 kinds. */
-double moe__to_double(const void *data, int64_t dtype, int64_t i);
 
 #endif

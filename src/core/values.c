@@ -1,4 +1,5 @@
 /* values.c - filling and reading tensors: conveniences for set-up and inspection, outside the hot path. */
+#include "core/convert.h"
 #include "core/tensor.h"
 #include "core/walk.h"
 

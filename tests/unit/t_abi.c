@@ -41,6 +41,8 @@ static void structs_that_grow(void **state)
   GROWS(moe_adamw_info, 32);
   GROWS(moe_tape_desc, 16);
   GROWS(moe_tape_moe, 424);
+  GROWS(moe_checkpoint_entry, 128);
+  GROWS(moe_checkpoint_writer_desc, 16);
 }
 
 static void structs_that_are_frozen(void **state)
@@ -83,6 +85,9 @@ static void constants(void **state)
     IS(MOE_ERR_NO_SECOND_DERIVATIVE, -11),
     IS(MOE_ERR_VERSION, -12),
     IS(MOE_ERR_DATA, -13),
+    IS(MOE_ERR_IO, -14),
+    IS(MOE_ERR_FORMAT, -15),
+    IS(MOE_ERR_NOT_FOUND, -16),
     IS(MOE_NONE, 0),
     IS(MOE_F64, 1),
     IS(MOE_F32, 2),
@@ -93,6 +98,7 @@ static void constants(void **state)
     IS(MOE_I64, 7),
     IS(MOE_I32, 8),
     IS(MOE_U8, 9),
+    IS(MOE_BOOL, 10),
     IS(MOE_DEVICE_GPU, 1),
     IS(MOE_DEVICE_CPU, 2),
     IS(MOE_DEVICE_OTHER, 3),
@@ -127,6 +133,15 @@ static void constants(void **state)
     IS(MOE_GRAD_DOWN_BIAS, 128),
     IS(MOE_CREATE_GRAPH, 1),
     IS(MOE_ACCUMULATE, 2),
+    IS(MOE_CHECKPOINT_CONVERT, 1),
+    IS(MOE_CHECKPOINT_PARTIAL, 2),
+    IS(MOE_CHECKPOINT_VERIFY, 4),
+    IS(MOE_NAMES_LIBMOE, 0),
+    IS(MOE_NAMES_MIXTRAL, 1),
+    IS(MOE_NAMES_QWEN3, 2),
+    IS(MOE_NAMES_OLMOE, 3),
+    IS(MOE_NAMES_DEEPSEEK, 4),
+    IS(MOE_NAMES_GPT_OSS, 5),
   };
   (void)state;
   for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)

@@ -3,7 +3,7 @@
 
    The program is linked with --wrap for malloc and its kin, so host allocations of the library can be counted and
    refused; those of shared libraries are not touched. */
-#include "moe_test.h"
+#include "files.h"
 
 #include "config.h"
 #include "core/backend.h"
@@ -19,10 +19,12 @@
 void *__real_malloc(size_t size);
 void *__real_calloc(size_t n, size_t size);
 void *__real_realloc(void *p, size_t size);
+char *__real_strdup(const char *text);
 void __real_free(void *p);
 void *__wrap_malloc(size_t size);
 void *__wrap_calloc(size_t n, size_t size);
 void *__wrap_realloc(void *p, size_t size);
+char *__wrap_strdup(const char *text);
 void __wrap_free(void *p);
 
 static _Atomic long host_calls, host_fail_at, host_live;
@@ -49,6 +51,10 @@ void *__wrap_realloc(void *p, size_t size)
   void *bigger = refused() ? NULL : __real_realloc(p, size);
   host_live += bigger && !p;
   return bigger;
+}
+char *__wrap_strdup(const char *text)
+{
+  return refused() ? NULL : counted(__real_strdup(text));
 }
 void __wrap_free(void *p)
 {
@@ -364,6 +370,67 @@ static void every_step_can_be_repeated(void **state)
   assert_live(before, "all steps", 0);
 }
 
+/* ---- checkpoints ------------------------------------------------------------------------------------------------- */
+static moe_status write_all(struct rig *r, moe_checkpoint_writer *w)
+{
+  MOE__TRY(moe_checkpoint_save_layer(w, r->q, r->layer, r->s.layer_io.params, "layer.", MOE_NAMES_LIBMOE));
+  MOE__TRY(moe_checkpoint_save_adamw(w, r->q, r->opt, "adamw."));
+  return moe_checkpoint_writer_commit(w);
+}
+static moe_status save_step(struct rig *r)
+{
+  moe_checkpoint_writer *w;
+  moe_status st = moe_checkpoint_writer_create(&w, files_path("all.safetensors"), NULL);
+  if (!st) st = write_all(r, w);
+  moe_checkpoint_writer_free(w);
+  return st;
+}
+static moe_status load_step(struct rig *r)
+{
+  moe_checkpoint *c;
+  moe_status st = moe_checkpoint_open(&c, files_path("all.safetensors"));
+  if (!st) st = moe_checkpoint_load_layer(c, r->q, r->layer, r->s.layer_io.params, "layer.", MOE_NAMES_LIBMOE, 0);
+  if (!st) st = moe_checkpoint_load_adamw(c, r->q, r->opt, "adamw.", 0);
+  moe_checkpoint_close(c);
+  return st;
+}
+
+/* A save and a load, failing at each of their calls.  A save bears failures while it clears away what others left. */
+static void checkpoints_of_models_end_clean(void **state)
+{
+  static moe_status (*const run[])(struct rig *) = { save_step, load_step };
+  struct rig r;
+  (void)state;
+  fake_reset();
+  clear();
+  struct live before = live_now();
+  OK(open_all(&r));
+  OK(layer_forward_step(&r));
+  OK(adamw_bind_step(&r));
+  struct live warm = live_now();
+  for (int i = 0; i < 2; i++)
+    for (int on_host = 0; on_host < 2; on_host++) {
+      long borne = 0;
+      clear();
+      OK(run[i](&r));
+      long total = on_host ? host_calls : fake.calls;
+      assert_true(total > 10);
+      for (long n = 1; n <= total; n++) {
+        arm(on_host, n);
+        moe_status st = run[i](&r);
+        if (st) assert_told(st, on_host, i ? "load" : "save", n);
+        else borne++;
+        assert_live(warm, i ? "load" : "save", n);
+        clear();
+        OK(load_step(&r)); /* what was saved is there, whatever failed */
+      }
+      assert_true(borne <= (i == 0 && on_host ? 3 : 0));
+    }
+  close_all(&r);
+  assert_live(before, "checkpoints", 0);
+}
+
+/* ---- the tape, lent memory, OpenCL ------------------------------------------------------------------------------- */
 /* A cold tape, so that its lists and blocks are what fails. */
 static void a_cold_tape_fails_and_recovers(void **state)
 {
@@ -510,9 +577,12 @@ static void opencl_lives_end_clean(void **state)
 int main(void)
 {
   const struct CMUnitTest tests[] = {
-    cmocka_unit_test(every_life_ends_clean),          cmocka_unit_test(every_step_can_be_repeated),
-    cmocka_unit_test(a_cold_tape_fails_and_recovers), cmocka_unit_test(the_callers_allocator_serves_all_device_memory),
+    cmocka_unit_test(every_life_ends_clean),
+    cmocka_unit_test(every_step_can_be_repeated),
+    cmocka_unit_test(checkpoints_of_models_end_clean),
+    cmocka_unit_test(a_cold_tape_fails_and_recovers),
+    cmocka_unit_test(the_callers_allocator_serves_all_device_memory),
     cmocka_unit_test(opencl_lives_end_clean),
   };
-  return TEST_MAIN(tests);
+  return cmocka_run_group_tests(tests, files_open, files_close) ? 1 : 0;
 }

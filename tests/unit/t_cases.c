@@ -4,6 +4,7 @@
 
 #include "config.h"
 #include "core/backend.h"
+#include "core/convert.h"
 #include "core/tensor.h"
 
 #include <moe/optim.h>

@@ -1,6 +1,7 @@
 /* t_tensor.c - dtypes, packed tensors and views: strides, extents, and sizes around 2^63. */
 #include "moe_test.h"
 
+#include "core/convert.h"
 #include "core/tensor.h"
 
 #define HUGE_SPAN ((moe_span){ &place, 0, UINT64_MAX })
@@ -21,21 +22,14 @@ static void dtypes(void **state)
     const char *name;
     int is_float;
   } all[] = {
-    { MOE_F64, 8, "f64", 1 },
-    { MOE_F32, 4, "f32", 1 },
-    { MOE_BF16, 2, "bf16", 1 },
-    { MOE_F16, 2, "f16", 1 },
-    { MOE_F8E4M3, 1, "f8e4m3", 0 },
-    { MOE_F8E5M2, 1, "f8e5m2", 0 },
-    { MOE_I64, 8, "i64", 0 },
-    { MOE_I32, 4, "i32", 0 },
-    { MOE_U8, 1, "u8", 0 },
-    { MOE_NONE, 0, "?", 0 },
-    { -1, 0, "?", 0 },
-    { MOE_U8 + 1, 0, "?", 0 },
-    { INT64_MAX, 0, "?", 0 },
-    { INT64_MIN, 0, "?", 0 },
-    { MOE_F32 + ((int64_t)1 << 32), 0, "?", 0 },
+    { MOE_F64, 8, "f64", 1 },       { MOE_F32, 4, "f32", 1 },
+    { MOE_BF16, 2, "bf16", 1 },     { MOE_F16, 2, "f16", 1 },
+    { MOE_F8E4M3, 1, "f8e4m3", 0 }, { MOE_F8E5M2, 1, "f8e5m2", 0 },
+    { MOE_I64, 8, "i64", 0 },       { MOE_I32, 4, "i32", 0 },
+    { MOE_U8, 1, "u8", 0 },         { MOE_BOOL, 1, "bool", 0 },
+    { MOE_NONE, 0, "?", 0 },        { -1, 0, "?", 0 },
+    { MOE_BOOL + 1, 0, "?", 0 },    { INT64_MAX, 0, "?", 0 },
+    { INT64_MIN, 0, "?", 0 },       { MOE_F32 + ((int64_t)1 << 32), 0, "?", 0 },
   };
   (void)state;
   for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
@@ -111,7 +105,7 @@ static void packed_refuses(void **state)
     const char *text;
   } bad[] = {
     { MOE_NONE, 1, shape, 0, "dtype 0" },
-    { 10, 1, shape, 0, "dtype 10" },
+    { MOE_BOOL + 1, 1, shape, 0, "dtype 11" },
     { -3, 1, shape, 0, "dtype -3" },
     { MOE_F32, -1, shape, 0, "rank -1" },
     { MOE_F32, 7, shape, 0, "rank 7" },
