@@ -144,7 +144,8 @@ MOE_API moe_value moe_tape_cross_entropy_options(moe_tape *tape, moe_value logit
 /* Each element is 0 with probability p, else a/(1-p).  Which ones is a function of (seed, stream, step, index) alone:
    the same on every device, and again in a recomputed segment.  step: [1] I32 or I64 on the device, or the null
    value.  p in [0,1). */
-MOE_API moe_value moe_tape_dropout(moe_tape *tape, moe_value a, double p, uint64_t seed, int64_t stream, moe_value step);
+MOE_API moe_value moe_tape_dropout(moe_tape *tape, moe_value a, double p, uint64_t seed, int64_t stream,
+                                   moe_value step);
 
 /* ---- the Mixture-of-Experts layer ---------------------------------------------------------------------------------- */
 typedef struct moe_tape_moe {
@@ -168,13 +169,18 @@ MOE_API moe_value moe_tape_moe_layer(moe_tape *tape, moe_layer *layer, moe_value
 MOE_API moe_value moe_tape_moe_param(moe_tape *tape, moe_value y, int64_t index);
 
 /* ---- the caller's own functions -------------------------------------------------------------------------------------- */
-/* forward computes n_out values (of tape operations, or leaves whose tensors it fills itself) from n_in; nothing that it
-   does is recorded.  What backward will need besides inputs and outputs it leaves in saved[0..n_saved-1].
-   backward is given the gradients of the outputs (null: none flows) and sets din[i] to those of the inputs (null: none),
-   by tape operations, which are recorded where MOE_CREATE_GRAPH was given: so a second derivative exists if it uses the
-   values it was given.  It may read values and wait.
-   An error that either returns stops the pass, with the function's name before its text, and is the tape's status:
-   after moe_tape_reset the tape is as new. */
+/* What a function's callbacks are given.
+   forward sets out[i], each a result of the tape's operations, a moe_tape_empty that it has filled, or any other value of
+   the tape (an input too: the caller receives a new value of the same memory).  It may read and wait.  Nothing that it
+   does is recorded, and moe_tape_set_recording is put back.  saved[i] is for values that backward needs besides inputs
+   and outputs; null at first, and may stay so.
+   backward is given the gradients of the outputs, dout[i] (null: none flows there), and sets din[i] (null at first, and
+   where none flows) to those of the inputs, in their shapes and dtypes, by the tape's operations; moe_tape_gradients is
+   one of them.  With MOE_CREATE_GRAPH they are recorded: a second derivative exists, by way of in, out and dout, not of
+   saved.  It may run more than once, and so may forward, inside a recomputed segment.
+   An error that either returns, or that an operation in it meets, is the tape's status, with the function's name before
+   its text; after moe_tape_reset the tape is as new.  A callback returns to its caller (no longjmp, no exception), and
+   moe_tape_backward, moe_tape_reset and moe_tape_free of the same tape are refused in it (MOE_ERR_STATE). */
 typedef struct moe_tape_call {
   uint64_t size;
   moe_tape *tape;
@@ -185,25 +191,37 @@ typedef struct moe_tape_call {
 
 typedef struct moe_function {
   uint64_t size;
-  const char *name; /* copied */
+  const char *name; /* copied, 63 bytes at most; NULL: "custom" */
   moe_status (*forward)(void *user, const moe_tape_call *call);
+  /* NULL: MOE_ERR_NO_DERIVATIVE where a gradient is wanted. */
   moe_status (*backward)(void *user, const moe_tape_call *call, const moe_value *dout, moe_value *din);
-  void (*release)(void *user); /* called once for each call, at the tape's next reset or its end; may be NULL */
+  /* Called once for each moe_tape_custom, also for one that failed, when nothing will call the others any more: at the
+     tape's next reset (which does not wait for the device) or its end, the last call's first; at once where there is no
+     memory to note it.  May be NULL. */
+  void (*release)(void *user);
   void *user;
-  int64_t n_out, n_saved;
+  int64_t n_out, n_saved; /* 1..512 and 0..4096 */
 } moe_function;
 MOE_INIT(moe_function)
-/* Sets out[0..n_out-1]; null values after an error. */
+/* One node, of n_in values (0..4096) that give n_out.  out may be `in`; null values after an error. */
 MOE_API MOE_CHECKED moe_status moe_tape_custom(moe_value *out, moe_tape *tape, const moe_function *function,
                                                const moe_value *in, int64_t n_in);
-/* A new tensor in the tape's memory, its contents undefined: for a custom forward to fill. */
+/* A new packed tensor in the tape's memory, of any dtype, its contents undefined: for a custom forward to fill. */
 MOE_API moe_value moe_tape_empty(moe_tape *tape, int64_t dtype, int64_t rank, const int64_t *shape);
 
 /* A segment whose intermediate results are not kept: they are computed again in backward (gradient checkpointing), with
-   the same choice of experts and the same dropout.  segment sets out[0..n_out-1] from in; it runs now and once in each
-   backward, so it must do the same each time.  Gradients flow to `in` and to parameters made before the call. */
+   the same choice of experts (even where the correction bias has moved since) and the same dropout, so gradients are the
+   same to the last bit.  segment sets
+   out[0..n_out-1] from `in`; it runs now, and once more in each backward that passes it, until the next reset, so `user`
+   must live as long.  It must do the same each time: other shapes, or other layer calls, are MOE_ERR_STATE.  What a
+   custom function's callbacks may not do, it may not either.
+   Gradients flow to `in`, to values from outside that it uses, and to parameters, made before or inside.
+   Values made inside, and states of layers, are gone when it ends (but for leaves of the caller's memory that need
+   gradients): what is wanted later, of any dtype, is to be an output.  With MOE_CREATE_GRAPH the second run is kept, to be differentiated.
+   Segments may lie inside one another, 7 deep. */
 typedef moe_status moe_segment(void *user, moe_tape *tape, const moe_value *in, int64_t n_in, moe_value *out,
                                int64_t n_out);
+/* n_out: 1..512, n_in: 0..4096.  out may be `in`; null values after an error. */
 MOE_API MOE_CHECKED moe_status moe_tape_recompute(moe_value *out, int64_t n_out, moe_tape *tape, moe_segment *segment,
                                                   void *user, const moe_value *in, int64_t n_in);
 
@@ -222,7 +240,8 @@ MOE_API MOE_CHECKED moe_status moe_tape_backward(moe_tape *tape, moe_value of, m
 MOE_API moe_value moe_tape_grad(const moe_tape *tape, moe_value v);
 /* grads[i] = sum over j of the gradient of of[j], times seeds[j], with respect to wrt[i]; the null value where none
    flows.  Writes no parameter's gradient tensor.  seeds may be NULL: each `of` has one element, and 1 is meant.
-   flags: MOE_CREATE_GRAPH, MOE_DECOMPOSE.  May be called inside a custom backward. */
+   flags: MOE_CREATE_GRAPH, MOE_DECOMPOSE.  May be called inside custom functions (what is to be differentiated there
+   must have been recorded) and segments.  grads may be `of` or wrt. */
 MOE_API MOE_CHECKED moe_status moe_tape_gradients(moe_value *grads, moe_tape *tape, const moe_value *of,
                                                   const moe_value *seeds, int64_t n_of, const moe_value *wrt,
                                                   int64_t n_wrt, int64_t flags);

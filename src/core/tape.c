@@ -117,6 +117,16 @@ moe_tensor moe__tape_flat(moe_tape *t, int64_t dtype, int64_t n)
   return moe__tape_fresh(t, dtype, 1, &n);
 }
 
+moe_tensor moe__tape_copy(moe_tape *t, const moe_tensor *x)
+{
+  moe_tensor y = moe__tape_fresh(t, x->dtype, x->rank, x->shape);
+  const uint64_t bytes = moe_tensor_extent(x);
+  if (!t->status && bytes)
+    moe__tape_fail(t, t->q->ctx->be->copy(t->q->be, (moe_span){ y.handle, y.offset, bytes },
+                                          (moe_span){ x->handle, x->offset, bytes }, bytes));
+  return y;
+}
+
 moe_value moe__tape_value(moe_tape *t, moe_tensor tensor, int needs_grad)
 {
   if (t->status) return (moe_value){ 0 };
@@ -191,6 +201,24 @@ moe_value moe__tape_record(moe_tape *t, struct moe__node *n, moe_tensor tensor)
   return t->status ? (moe_value){ 0 } : n->out[0];
 }
 
+void moe__tape_forget(moe_tape *t, int64_t node, int64_t value)
+{
+  t->n_nodes = node;
+  for (int64_t i = value; i < t->n_values; i++) {
+    struct moe__value *v = &t->values[i / MOE__PAGE][i % MOE__PAGE];
+    if (v->node < node) continue;
+    v->node = -1;
+    v->needs_grad = 0;
+  }
+}
+
+void moe__tape_on_reset(moe_tape *t, void (*call)(void *user), void *user)
+{
+  if (grow(t, (void **)&t->releases, &t->room_releases, t->n_releases, sizeof *t->releases))
+    t->releases[t->n_releases++] = (struct moe__release){ call, user };
+  else call(user);
+}
+
 /* ---- lifetime ---------------------------------------------------------------------------------------------------- */
 moe_status moe_tape_create(moe_tape **out, moe_queue *q, const moe_tape_desc *given)
 {
@@ -211,16 +239,24 @@ moe_status moe_tape_create(moe_tape **out, moe_queue *q, const moe_tape_desc *gi
   return MOE_OK;
 }
 
-/* Calls what the caller left to be called when the tape forgets. */
+moe_status moe__tape_outside(moe_tape *t, const char *fn)
+{
+  if (t->callbacks) moe__tape_fail(t, moe__fail(MOE_ERR_STATE, "%s: inside a function of the same tape", fn));
+  return t->callbacks ? MOE_ERR_STATE : MOE_OK;
+}
+
+/* Calls what the caller left to be called when the tape forgets, last one first. */
 static void release_all(moe_tape *t)
 {
-  for (const struct moe__release *r = t->releases; r; r = r->next) r->call(r->user);
-  t->releases = NULL;
+  while (t->n_releases) {
+    const struct moe__release r = t->releases[--t->n_releases];
+    r.call(r.user);
+  }
 }
 
 void moe_tape_free(moe_tape *t)
 {
-  if (!t) return;
+  if (!t || moe__tape_outside(t, "moe_tape_free")) return;
   moe_context *ctx = t->q->ctx;
   (void)ctx->be->wait(t->q->be);
   release_all(t);
@@ -234,13 +270,14 @@ void moe_tape_free(moe_tape *t)
   free(t->host);
   free(t->nodes);
   free(t->params);
+  free(t->releases);
   free(t);
   moe__context_unref(ctx);
 }
 
 void moe_tape_reset(moe_tape *t)
 {
-  if (!t) return;
+  if (!t || moe__tape_outside(t, "moe_tape_reset")) return;
   release_all(t);
   t->n_values = t->n_nodes = t->n_params = 0;
   t->at_host = 0;
@@ -293,14 +330,17 @@ static moe_value leaf(moe_tape *t, const moe_tensor *tensor, const moe_tensor *g
     return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: %s has no gradient", fn, moe_dtype_name(tensor->dtype));
   if (grad && (!grad->handle || !moe__is_float(grad->dtype) || !moe__same_shape(tensor, grad) ||
                !moe_tensor_is_packed(grad) || (grad->dtype == MOE_F64) != (tensor->dtype == MOE_F64)))
-    return TAPE_FAIL(t, MOE_ERR_INVALID,
-                     "%s: grad wants the shape of the tensor, packed, a float (f64 with f64 only)", fn);
+    return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: grad wants the shape of the tensor, packed, a float (f64 with f64 only)",
+                     fn);
   if (grad && !grow(t, (void **)&t->params, &t->room_params, t->n_params, sizeof *t->params)) return (moe_value){ 0 };
-  moe_value v = moe__tape_value(t, *tensor, needs);
+  moe_value v = needs ? moe__segment_replay_leaf(t, tensor, grad) : (moe_value){ 0 };
+  if (v.id || t->status) return v;
+  v = moe__tape_value(t, *tensor, needs);
   if (v.id && grad) {
     moe__tape_at(t, v)->bound = *grad;
     t->params[t->n_params++] = (int64_t)v.id;
   }
+  if (v.id && needs) moe__segment_keep_leaf(t, v);
   return v;
 }
 
@@ -396,7 +436,12 @@ void moe__tape_contribute(moe_tape *t, moe_value v, moe_value g)
     return;
   }
   if (t->health) moe__health_watch(t, t->walking, v, &moe__tape_at(t, g)->t);
-  moe_value before = moe__tape_at(t, v)->grad, sum = before.id ? moe_tape_add(t, before, g) : g;
+  const int depth = t->depth;
+  moe_value before = moe__tape_at(t, v)->grad, sum = g;
+  if (!(t->flags & MOE_CREATE_GRAPH)) t->depth = moe__tape_at(t, v)->depth; /* a gradient lives where its value does */
+  if (before.id) sum = moe_tape_add(t, before, g);
+  else if (moe__tape_at(t, g)->depth > t->depth) sum = moe__tape_value(t, moe__tape_copy(t, &moe__tape_at(t, g)->t), 0);
+  t->depth = depth;
   if (sum.id) moe__tape_at(t, v)->grad = sum;
 }
 
@@ -417,9 +462,8 @@ void moe__tape_contribute_fused(moe_tape *t, moe_value v, moe_tensor g)
 /* ---- backward ------------------------------------------------------------------------------------------------------ */
 static void step_back(moe_tape *t, int64_t index);
 
-/* The node's outputs once more, from operations that have derivatives, and back through those.  Where gradients are no
-   graph of their own, the nodes are forgotten again. */
-static void back_through_expansion(moe_tape *t, struct moe__node *n, const moe_value *dout)
+/* Where gradients are no graph of their own, the nodes are forgotten again. */
+void moe__tape_through_expansion(moe_tape *t, struct moe__node *n, const moe_value *dout)
 {
   const int64_t first = t->n_nodes;
   const int recording = t->recording, order = t->order;
@@ -457,7 +501,8 @@ static void step_back(moe_tape *t, int64_t index)
     for (int64_t i = 0; i < n->n_in; i++)
       if (n->in[i].id) moe__tape_at(t, n->in[i])->joins = 1;
   t->walking = n;
-  if (rule->expand && (!rule->backward || (graph && (!rule->fused || decompose)))) back_through_expansion(t, n, dout);
+  if (rule->expand && (!rule->backward || (graph && (!rule->fused || decompose))))
+    moe__tape_through_expansion(t, n, dout);
   else if (rule->backward) rule->backward(t, n, dout);
   else
     moe__tape_fail(t, moe__fail(MOE_ERR_NO_SECOND_DERIVATIVE,
@@ -471,8 +516,7 @@ static moe_value seed_of(moe_tape *t, moe_value of, moe_value seed, const char *
 {
   const struct moe__value *root = moe__tape_look(t, of, fn);
   if (!root) return seed;
-  if (!root->needs_grad)
-    return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: `of` depends on nothing that needs a gradient", fn);
+  if (!root->needs_grad) return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: `of` depends on nothing that needs a gradient", fn);
   if (!seed.id) {
     if (moe_tensor_count(&root->t) != 1)
       return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: `of` has %lld elements, without a seed 1 is wanted", fn,
@@ -523,8 +567,7 @@ static void finish_params(moe_tape *t)
     if (v->written) {
       v->grad = moe__tape_value(t, v->bound, 0);
     } else if (v->grad.id) {
-      into_bound(t, v->bound, moe__tape_at(t, v->grad)->t,
-                 bound_written(t, &v->bound) || (t->flags & MOE_ACCUMULATE));
+      into_bound(t, v->bound, moe__tape_at(t, v->grad)->t, bound_written(t, &v->bound) || (t->flags & MOE_ACCUMULATE));
       v->written = 1;
     } else if (!(t->flags & MOE_ACCUMULATE) && !bound_written(t, &v->bound)) {
       TAPE_RUN(t, elt_map, .dtype = moe__real_of(v->bound.dtype), .y = moe__flatten(v->bound), .op = MOE__ELT_FILL,
@@ -539,7 +582,7 @@ moe_status moe_tape_backward(moe_tape *t, moe_value of, moe_value seed, int64_t 
 {
   static const char fn[] = "moe_tape_backward";
   if (!t) return moe__fail(MOE_ERR_INVALID, "%s: tape is NULL", fn);
-  if (t->walking) return moe__fail(MOE_ERR_STATE, "%s: inside a backward; moe_tape_gradients is for that", fn);
+  if (moe__tape_outside(t, fn)) return moe_tape_status(t);
   if (!t->status && (flags & ~(int64_t)ALL_FLAGS))
     moe__tape_fail(t, moe__fail(MOE_ERR_INVALID, "%s: flags 0x%llx", fn, (unsigned long long)flags));
   const int recording = t->recording;
@@ -577,12 +620,12 @@ moe_status moe_tape_gradients(moe_value *grads, moe_tape *t, const moe_value *of
 {
   static const char fn[] = "moe_tape_gradients";
   if (!t) return moe__fail(MOE_ERR_INVALID, "%s: tape is NULL", fn);
-  for (int64_t i = 0; grads && i < n_wrt; i++) grads[i] = (moe_value){ 0 };
   if (!t->status && (!grads || !of || !wrt || n_of < 1 || n_wrt < 1))
     moe__tape_fail(t, moe__fail(MOE_ERR_INVALID, "%s: grads, of and wrt are wanted, at least one each", fn));
   if (!t->status && (flags & ~(int64_t)(MOE_CREATE_GRAPH | MOE_DECOMPOSE)))
     moe__tape_fail(t, moe__fail(MOE_ERR_INVALID, "%s: flags 0x%llx", fn, (unsigned long long)flags));
   for (int64_t i = 0; i < n_wrt && !t->status; i++) (void)moe__tape_look(t, wrt[i], fn);
+  for (int64_t i = 0; t->status && grads && i < n_wrt; i++) grads[i] = (moe_value){ 0 };
   if (t->status) return moe_tape_status(t);
 
   /* The walk may run inside another one (a custom function's backward): that one's gradients are put aside. */
@@ -611,7 +654,8 @@ moe_status moe_tape_gradients(moe_value *grads, moe_tape *t, const moe_value *of
     walk_back(t, of, seeds, n_of, joins, fn);
   }
   t->order--;
-  for (int64_t i = 0; i < n_wrt && !t->status; i++) grads[i] = moe__tape_at(t, wrt[i])->grad;
+  for (int64_t i = 0; i < n_wrt; i++) /* last: grads may be `of`, or wrt */
+    grads[i] = t->status ? (moe_value){ 0 } : moe__tape_at(t, wrt[i])->grad;
   for (int64_t i = 0; outer && i < n_outer; i++) {
     struct moe__value *v = &t->values[i / MOE__PAGE][i % MOE__PAGE];
     v->grad = outer[i].grad;

@@ -56,6 +56,7 @@ struct moe__value {
   int skip;    /* the present walk asks for nothing behind it */
   int written; /* bound was written by the present walk */
   int joins;   /* the present walk's root depends on it, and not by way of gradients only */
+  int listed;  /* while a segment lists what it depends on */
   moe_value grad;
 };
 
@@ -73,7 +74,6 @@ struct moe__pool {
 struct moe__health; /* tape_health.c */
 
 struct moe__release { /* what to call when the tape forgets: the caller's, of custom functions */
-  struct moe__release *next;
   void (*call)(void *user);
   void *user;
 };
@@ -94,6 +94,7 @@ struct moe_tape {
   int64_t n_host, at_host;
   uint64_t used_host;
   struct moe__release *releases;
+  int64_t n_releases, room_releases;
   moe_value ones[2]; /* [1] constants, FP32 and FP64, made when first wanted */
 
   uint64_t generation;
@@ -103,6 +104,7 @@ struct moe_tape {
   int order;     /* walks that are open */
   struct moe__node *walking;
   struct moe__segment *segment; /* the recomputed segment that is running (tape_custom.c) */
+  int callbacks;                /* the caller's functions that are running, one inside the other */
   struct moe__health *health;   /* NULL: the policy is off */
   moe_status status;
   char error[512];
@@ -138,6 +140,8 @@ void *moe__tape_host(moe_tape *t, uint64_t bytes);
 moe_span moe__tape_take(moe_tape *t, uint64_t bytes);
 moe_tensor moe__tape_fresh(moe_tape *t, int64_t dtype, int64_t rank, const int64_t *shape);
 moe_tensor moe__tape_flat(moe_tape *t, int64_t dtype, int64_t n);
+/* A copy of packed x, in the present pool. */
+moe_tensor moe__tape_copy(moe_tape *t, const moe_tensor *x);
 static inline struct moe__mark moe__tape_mark(const moe_tape *t)
 {
   return t->pools[t->depth].at;
@@ -165,6 +169,14 @@ struct moe__node *moe__tape_node(moe_tape *t, const struct moe__rule *rule, int6
    floats never need one. */
 void moe__tape_record_all(moe_tape *t, struct moe__node *n, const moe_tensor *tensors);
 moe_value moe__tape_record(moe_tape *t, struct moe__node *n, moe_tensor tensor);
+/* Forgets the nodes from `node` on; what they made, values from number `value` on, becomes constants. */
+void moe__tape_forget(moe_tape *t, int64_t node, int64_t value);
+/* Has `call` called at the next reset, or at the end: also where the tape has failed; at once where there is no memory. */
+void moe__tape_on_reset(moe_tape *t, void (*call)(void *user), void *user);
+
+/* ---- the caller's functions ------------------------------------------------------------------------------------------- */
+/* MOE_ERR_STATE, and the tape failed, where one of them is running: fn is not for them. */
+moe_status moe__tape_outside(moe_tape *t, const char *fn);
 
 /* ---- inside a rule ------------------------------------------------------------------------------------------------- */
 /* Whether the walk wants the gradient of v. */
@@ -180,6 +192,8 @@ int moe__tape_sink(moe_tape *t, moe_value v, moe_tensor *to, int64_t *accumulate
 void moe__tape_sunk(moe_tape *t, moe_value v);
 /* A gradient computed by kernels: a value whose derivative is an error that names the present node. */
 void moe__tape_contribute_fused(moe_tape *t, moe_value v, moe_tensor g);
+/* The node's outputs once more by its rule's `expand`, and back through what that recorded. */
+void moe__tape_through_expansion(moe_tape *t, struct moe__node *n, const moe_value *dout);
 
 /* ---- rows by expert (tape_routed.c) ---------------------------------------------------------------------------------- */
 /* The routing lives as long as the tape's host memory; div: 1 or its K, where x is [T*K/div,D] and rows [T*K,D]. */
@@ -201,10 +215,13 @@ void moe__health_watch(moe_tape *t, const struct moe__node *n, moe_value v, cons
 void moe__health_flush(moe_tape *t);
 
 /* ---- segments (tape_custom.c) ------------------------------------------------------------------------------------------ */
-/* The ids that a layer call inside a recomputed segment must choose again; no tensor outside one or in its first
-   run. */
+/* What a recomputed segment must find again in its later runs, in order, is kept by its first; outside segments these do
+   nothing, and where there is nothing to replay they return nothing. */
+/* The ids that a layer call has to choose. */
 moe_tensor moe__segment_replay(moe_tape *t);
-/* Keeps the ids of a layer call in a segment's first run. */
 void moe__segment_keep(moe_tape *t, const moe_tensor *ids);
+/* A leaf that needs a gradient is one value in all runs: now of this tensor. */
+moe_value moe__segment_replay_leaf(moe_tape *t, const moe_tensor *tensor, const moe_tensor *grad);
+void moe__segment_keep_leaf(moe_tape *t, moe_value leaf);
 
 #endif

@@ -353,9 +353,9 @@ moe_value moe_tape_moe_layer(moe_tape *t, moe_layer *layer, moe_value x, const m
   if (!t->status) moe__tape_fail(t, moe_layer_forward(layer, t->q, &io, &l->state));
   moe__tape_rewind(t, mark);
   if (t->status) return (moe_value){ 0 };
-  if (t->segment && !replay.handle) {
-    moe_tensor ids;
-    moe__tape_fail(t, moe_layer_route_ids(&ids, &l->state));
+  if (t->segment) {
+    moe_tensor ids = replay;
+    if (!ids.handle) moe__tape_fail(t, moe_layer_route_ids(&ids, &l->state));
     moe__segment_keep(t, &ids);
   }
   if (state) {
