@@ -39,8 +39,9 @@ static void structs_that_grow(void **state)
   GROWS(moe_layer_metrics, 56);
   GROWS(moe_adamw_desc, 200);
   GROWS(moe_adamw_info, 32);
-  GROWS(moe_tape_desc, 16);
-  GROWS(moe_tape_moe, 424);
+  GROWS(moe_tape_desc, 40);
+  GROWS(moe_tape_moe, 432);
+  GROWS(moe_function, 64);
   GROWS(moe_checkpoint_entry, 128);
   GROWS(moe_checkpoint_writer_desc, 16);
 }
@@ -60,6 +61,7 @@ static void structs_that_are_frozen(void **state)
   assert_int_equal(offsetof(moe_span, offset), 8);
   assert_int_equal(offsetof(moe_span, bytes), 16);
   assert_int_equal(sizeof(moe_value), 8);
+  assert_int_equal(sizeof(moe_tape_call), 64);
   assert_int_equal(sizeof(moe_status), 4);
   assert_int_equal(MOE_RANK_MAX, 6);
 }

@@ -1,5 +1,5 @@
 /* t_worked_examples.c - small examples with known answers, through the public API: mixture of experts (routing,
-   outputs, parameter counts) and second derivatives. */
+   outputs, parameter counts), second derivatives, and a custom function with an implicit derivative. */
 #include "moe_test.h"
 #include "../ref/device.h"
 
@@ -316,6 +316,122 @@ static void hessian_times_vector(void **state)
   t_memory_free(&m);
 }
 
+/* ---- a custom function with an implicit derivative ------------------------------------------------------------------ */
+/* The spread s at which a bond has the given price: 2 years, `coupon` a quarter, risk-free rate 3%.  Solved by bisection,
+   on the host, in double; its derivative is that of the equation price(s) = p: ds/dp = 1 / (dprice/ds). */
+struct bond {
+  double coupon, notional;
+  int iterations, solved, differentiated;
+  double slope; /* dprice/ds, as backward took it */
+};
+static double bond_price(const struct bond *b, double s)
+{
+  const double factor = 1 / (1 + (0.03 + s) / 4);
+  double discount = 1, sum = 0;
+  for (int quarter = 1; quarter <= 8; quarter++) sum += b->coupon * (discount *= factor);
+  return sum + b->notional * discount;
+}
+
+/* A number of the host's as a value like another one. */
+static moe_value number_like(moe_tape *tape, moe_value like, double x)
+{
+  const float narrow = (float)x;
+  moe_tensor t;
+  OK(moe_tape_tensor(&t, tape, like));
+  moe_value v = moe_tape_empty(tape, t.dtype, t.rank, t.shape);
+  OK(moe_tape_tensor(&t, tape, v));
+  const uint64_t bytes = moe_tensor_extent(&t);
+  OK(moe_span_write(q, (moe_span){ t.handle, t.offset, bytes }, t.dtype == MOE_F64 ? (const void *)&x : &narrow,
+                    bytes));
+  return v;
+}
+
+static moe_status spread_forward(void *user, const moe_tape_call *c)
+{
+  struct bond *b = user;
+  double price, low = -0.1, high = 0.1;
+  OK(moe_tape_read(c->tape, c->in[0], &price, 1));
+  for (b->iterations = 0; high - low > 1e-9; b->iterations++) {
+    const double middle = (low + high) / 2;
+    *(bond_price(b, middle) > price ? &low : &high) = middle;
+  }
+  b->solved++;
+  c->out[0] = number_like(c->tape, c->in[0], (low + high) / 2);
+  return MOE_OK;
+}
+static moe_status spread_backward(void *user, const moe_tape_call *c, const moe_value *dout, moe_value *din)
+{
+  struct bond *b = user;
+  double s;
+  OK(moe_tape_read(c->tape, c->out[0], &s, 1));
+  b->differentiated++;
+  b->slope = (bond_price(b, s + 1e-6) - bond_price(b, s - 1e-6)) / 2e-6;
+  din[0] = moe_tape_div(c->tape, dout[0], number_like(c->tape, dout[0], b->slope));
+  return MOE_OK;
+}
+
+/* s, and ds/dp. */
+static void solve_bond(struct bond *b, int64_t dtype, double price, double *s, double *slope)
+{
+  struct t_memory m;
+  moe_tape *tape;
+  moe_value out;
+  moe_function f = moe_function_init();
+  f.name = "spread";
+  f.forward = spread_forward;
+  f.backward = spread_backward;
+  f.user = b;
+  f.n_out = 1;
+  t_memory_init(&m, ctx, q, 1);
+  OK(moe_tape_create(&tape, q, NULL));
+  moe_tensor t = PUT(&m, dtype, &price, 1);
+  t_upload(&m);
+  moe_value p = moe_tape_leaf(tape, &t, 1);
+  b->solved = b->differentiated = 0;
+  OK(moe_tape_custom(&out, tape, &f, &p, 1));
+  OK(moe_tape_read(tape, out, s, 1));
+  OK(moe_tape_backward(tape, out, (moe_value){ 0 }, 0));
+  OK(moe_tape_read(tape, moe_tape_grad(tape, p), slope, 1));
+  assert_int_equal(b->solved, 1);
+  assert_int_equal(b->differentiated, 1); /* 28 steps, one node */
+  moe_tape_free(tape);
+  t_memory_free(&m);
+}
+
+static void implicit_derivative_of_a_bond(int64_t dtype)
+{
+  const double rounding = dtype == MOE_F64 ? 0 : 1e-9; /* of s in storage */
+  struct bond bond = { .coupon = 0.75, .notional = 100 };
+  double s, slope, moved, unused;
+  solve_bond(&bond, dtype, 98, &s, &slope);
+  assert_int_equal(bond.iterations, 28);
+  assert_near(s, 0.010460525, 5e-10 + rounding);
+  assert_near(bond.slope, -188.9937, 5e-5);
+  assert_near(slope, -0.0052912, 5e-8);
+  solve_bond(&bond, dtype, 99, &moved, &unused);
+  assert_int_equal(bond.iterations, 28);
+  assert_near(moved, 0.005200024, 5e-10 + rounding);
+  assert_near(s - moved, 0.0052605, 5e-8);
+  assert_near(-slope - (s - moved), 0.0000307, 5e-8);
+
+  /* A bond that pays nothing: its price depends on nothing, and what is asked for is infinite. */
+  struct bond nothing = { 0 };
+  solve_bond(&nothing, dtype, 98, &s, &slope);
+  assert_near(nothing.slope, 0, 0);
+  assert_true(isinf(slope));
+}
+static void implicit_derivative_f32(void **state)
+{
+  (void)state;
+  implicit_derivative_of_a_bond(MOE_F32);
+}
+static void implicit_derivative_f64(void **state)
+{
+  (void)state;
+  if (!test_has_fp64(ctx)) skip();
+  implicit_derivative_of_a_bond(MOE_F64);
+}
+
 int main(void)
 {
   const struct CMUnitTest tests[] = {
@@ -325,6 +441,8 @@ int main(void)
     cmocka_unit_test(mixture_parameter_counts),
     cmocka_unit_test(second_derivative_of_a_cube),
     cmocka_unit_test(hessian_times_vector),
+    cmocka_unit_test(implicit_derivative_f32),
+    cmocka_unit_test(implicit_derivative_f64),
   };
   if (!test_open(&ctx, &q)) return 77;
   int rc = TEST_MAIN(tests);
