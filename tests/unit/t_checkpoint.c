@@ -121,6 +121,7 @@ static const struct bad_file {
   { A_("BF16", "[3]", 0, 3), -1, 3, "3 elements of BF16 do not take 3 bytes" },
   { A_("I16", "[3]", 0, 3), -1, 3, "3 elements of I16 do not take 3 bytes" },
   { A_("F4", "[3]", 0, 2), -1, 2, "3 elements of F4 do not take 2 bytes" },
+  { A_("F4", "[3]", 0, 1), -1, 1, "3 elements of F4 do not take 1 bytes" },
   /* Places. */
   { A_("U8", "[1]", 1, 0), -1, 1, "begins at byte 1, behind its end at 0" },
   { A_("U8", "[2]", 0, 2), -1, 1, "ends at byte 2 of 1 of data" },
@@ -547,6 +548,15 @@ static void every_dtype_and_rank_comes_back(void **state)
   memcpy(&head, a, 8);
   assert_int_equal(head % 8, 0);
   assert_true(a[8 + head - 1] == '}' || a[8 + head - 8] != ' ');
+  json_t *header = json_loadb((char *)a + 8, head, 0, NULL), *value;
+  const char *key, *last = "";
+  assert_int_equal(json_object_size(header), N_ALL + 1);
+  json_object_foreach(header, key, value)
+  {
+    assert_true(strcmp(last, key) < 0);
+    last = key;
+  }
+  json_decref(header);
   free(a);
   free(b);
   assert_int_equal(files_count("", 0), 2);
@@ -640,8 +650,11 @@ static void large_headers_and_large_data(void **state)
       OK(moe_checkpoint_verify(c, NULL));
       assert_int_equal(moe_checkpoint_count(c), (many ? n : 0) + large);
       if (large) {
+        struct stat is;
         OK(moe_checkpoint_find(&e, c, "large"));
         assert_memory_equal(e.data, data, (size_t)rows);
+        assert_int_equal(stat(path, &is), 0);
+        if (!many) assert_int_equal(is.st_size, rows + (1 << 20)); /* what was written stayed where it was */
       }
       for (int64_t i = 0; many && i < n; i += 7) {
         char name[64];
@@ -786,6 +799,11 @@ static void long_runs_are_one_call(void **state)
   CALLS(24, moe__upload(q, &v, host, MOE_F32, packed));
   OK(moe_tensor_slice(&v, &t, 0, 1, 3));
   CALLS(1, moe__upload(q, &v, host, MOE_F32, packed));
+  v = t;
+  v.stride[0] = 6;
+  v.stride[1] = 1;
+  v.stride[2] = 0;
+  CALLS(5, moe__download(q, host, packed, &v)); /* each time all that is repeated */
 #undef CALLS
   release(&t);
 }
@@ -877,9 +895,9 @@ static void conversion_rounds_to_nearest_even(void **state)
     assert_true(isnan(moe__to_double(&bits, to[k], 0)));
   }
   /* A payload whose upper bits are 0 must not become an infinity. */
-  const uint32_t quiet = 0x7f800001;
+  const uint64_t low = 0x7ff0000000000001;
   uint16_t half;
-  moe__convert(&half, MOE_BF16, 1, &quiet, MOE_F32, 1, 1);
+  moe__convert(&half, MOE_BF16, 1, &low, MOE_F64, 1, 1);
   assert_true(isnan(moe__to_double(&half, MOE_BF16, 0)));
   assert_int_equal(moe__converts(MOE_F8E4M3, MOE_F32), 0);
   assert_int_equal(moe__converts(MOE_F8E4M3, MOE_F8E4M3), 1);

@@ -27,6 +27,7 @@ static enum fault fault;
 static long calls, fault_at, live; /* of the sort that the fault concerns; host allocations */
 static const char *hit;            /* the call that it met */
 static int armed;
+static char trace[1024]; /* pwrite W, fsync S, rename R, in order; while armed */
 
 static void arm(enum fault what, long at)
 {
@@ -34,6 +35,7 @@ static void arm(enum fault what, long at)
   fault_at = at;
   calls = 0;
   hit = NULL;
+  memset(trace, 0, sizeof trace);
   armed = 1;
 }
 static void disarm(void)
@@ -44,6 +46,9 @@ static void disarm(void)
 /* Does this call into the system not happen? */
 static int met(const char *name, int again)
 {
+  const size_t length = strlen(trace);
+  if (armed && length + 1 < sizeof trace)
+    trace[length] = !strcmp(name, "pwrite") ? 'W' : !strcmp(name, "fsync") ? 'S' : !strcmp(name, "rename") ? 'R' : 0;
   if (!armed || fault == MEMORY || (fault == INTERRUPT && !again) || (fault == SHORT && again < 2)) return 0;
   if (++calls != fault_at) return 0;
   hit = name;
@@ -329,6 +334,43 @@ static void each_call_of_a_load_fails_once(void **state)
   moe_context_free(ctx);
 }
 
+/* Nothing gets its name before it is durable, and the index gets its own after the names of the shards are. */
+static void the_order_of_sync_and_rename(void **state)
+{
+  static const char *const ends[] = { "WSRS", "SRRRSWSRS" };
+  (void)state;
+  for (int i = 0; i < 2; i++)
+    for (int again = 0; again < 2; again++) {
+      arm(NONE, 0);
+      OK(save(&forms[i], 1));
+      disarm();
+      const size_t length = strlen(trace), end = strlen(ends[i]);
+      if (length < end || strcmp(trace + length - end, ends[i]) != 0) fail_msg("%s: %s", forms[i].name, trace);
+      int syncs = 0;
+      for (const char *c = trace; *c; c++) syncs += *c == 'S';
+      assert_int_equal(syncs, i ? 3 + 1 + 1 + 1 : 2); /* shards, folder, index, folder */
+    }
+}
+
+/* Where the old checkpoint has the same content its shards have the same names: they must stay. */
+static void a_failed_save_of_the_same_content(void **state)
+{
+  (void)state;
+  for (int i = 0; i < 2; i++) {
+    OK(save(&forms[i], 1));
+    for (long n = 1;; n++) {
+      arm(FAIL, n);
+      moe_status st = save(&forms[i], 1);
+      disarm();
+      assert_int_equal(generation(&forms[i], "the same", n), 1);
+      if (!hit) break;
+      if (st && !is_tidying(hit)) assert_int_equal(files_count(".tmp", 0), 0);
+    }
+    assert_int_equal(files_count("", 0), files_of(&forms[i]));
+    files_clear(NULL);
+  }
+}
+
 /* ---- B35: saving destroys the previous checkpoint ---------------------------------------------------------------- */
 static void a_full_disk_leaves_the_old_checkpoint(void **state)
 {
@@ -385,6 +427,7 @@ static void a_save_onto_the_mapped_file(void **state)
 
 static void a_writer_that_is_freed_leaves_nothing(void **state)
 {
+  static const char data[1999];
   (void)state;
   for (int i = 0; i < 2; i++) {
     moe_checkpoint_writer_desc desc = moe_checkpoint_writer_desc_init();
@@ -392,7 +435,11 @@ static void a_writer_that_is_freed_leaves_nothing(void **state)
     desc.shard_bytes = forms[i].shard_bytes;
     OK(moe_checkpoint_writer_create(&w, files_path(forms[i].name), &desc));
     for (int k = 0; k < 3; k++)
-      OK(moe_checkpoint_writer_add(w, k == 0 ? "a" : k == 1 ? "b" : "c", MOE_U8, 1, (const int64_t[]){ 1999 }, w));
+      OK(moe_checkpoint_writer_add(w,
+                                   k == 0   ? "a"
+                                   : k == 1 ? "b"
+                                            : "c",
+                                   MOE_U8, 1, (const int64_t[]){ sizeof data }, data));
     assert_int_equal(files_count(".safetensors", 0), 0);
     assert_int_equal(files_count(".json", 0), 0);
     assert_true(files_count(".tmp", 0) > 0);
@@ -570,6 +617,8 @@ int main(void)
   const struct CMUnitTest tests[] = {
     T(each_call_of_a_save_fails_once),
     T(each_call_of_a_load_fails_once),
+    T(the_order_of_sync_and_rename),
+    T(a_failed_save_of_the_same_content),
     T(a_full_disk_leaves_the_old_checkpoint),
     T(a_save_onto_the_mapped_file),
     T(a_writer_that_is_freed_leaves_nothing),
