@@ -6,6 +6,8 @@
 #include <stdio.h>
 
 static _Thread_local char last_error[1024];
+static _Thread_local moe_status last_status;
+static _Thread_local uint64_t failures;
 
 const char *moe_strerror(moe_status status)
 {
@@ -43,7 +45,8 @@ moe_status moe__fail(moe_status status, const char *format, ...)
   vsnprintf(text, sizeof text, format, args);
   va_end(args);
   memcpy(last_error, text, sizeof text);
-  return status;
+  failures++;
+  return last_status = status;
 }
 
 moe_status moe__fail_in(moe_status status, const char *prefix)
@@ -74,6 +77,16 @@ moe_status moe__fail_io(const char *fn, const char *what, const char *path)
   char reason[128];
   if (strerror_r(errno, reason, sizeof reason)) snprintf(reason, sizeof reason, "error %d", errno);
   return moe__fail(MOE_ERR_IO, "%s: %s %s: %s", fn, what, moe__shown(path).text, reason);
+}
+
+uint64_t moe__failures(void)
+{
+  return failures;
+}
+
+const char *moe__error_since(uint64_t before, moe_status status)
+{
+  return failures != before && last_status == status ? last_error : moe_strerror(status);
 }
 
 moe_status moe__struct_in(void *own, uint64_t own_size, const void *given, const char *function, const char *name)

@@ -17,6 +17,11 @@ struct moe__shown {
 struct moe__shown moe__shown(const char *text);
 /* MOE_ERR_IO: "fn: what PATH: the system's reason", of errno. */
 moe_status moe__fail_io(const char *fn, const char *what, const char *path);
+/* How many failures this thread has seen. */
+uint64_t moe__failures(void);
+/* What there is to say of a status that a function of the caller returned: the last error, where it is of this status and
+   newer than so many failures; else moe_strerror. */
+const char *moe__error_since(uint64_t failures, moe_status status);
 
 #define MOE__TRY(call)                                                                                                 \
   do {                                                                                                                 \
