@@ -198,7 +198,8 @@ void moe__tape_record_all(moe_tape *t, struct moe__node *n, const moe_tensor *te
 moe_value moe__tape_record(moe_tape *t, struct moe__node *n, moe_tensor tensor)
 {
   moe__tape_record_all(t, n, &tensor);
-  return t->status ? (moe_value){ 0 } : n->out[0];
+  if (t->status) return (moe_value){ 0 };
+  return n->out[0];
 }
 
 void moe__tape_forget(moe_tape *t, int64_t node, int64_t value)

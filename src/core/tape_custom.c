@@ -71,8 +71,10 @@ static int arrays(moe_tape *t, const char *fn, const moe_value *out, int64_t n_o
 /* The results of a call, null after an error: last, since `out` may be the caller's `in`. */
 static moe_status finish(moe_tape *t, moe_value *out, int64_t n_out, const struct moe__node *n)
 {
-  for (int64_t i = 0; out && i < n_out && n_out <= OUT_MAX; i++)
-    out[i] = t->status || !n ? (moe_value){ 0 } : n->out[i];
+  for (int64_t i = 0; out && i < n_out && n_out <= OUT_MAX; i++) {
+    out[i] = (moe_value){ 0 };
+    if (n && !t->status) out[i] = n->out[i];
+  }
   return moe_tape_status(t);
 }
 

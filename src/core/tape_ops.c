@@ -30,8 +30,8 @@ static int broadcast_shape(moe_tape *t, moe_tensor *out, const moe_tensor *b, co
     const int da = d - (rank - a.rank), db = d - (rank - b->rank);
     const int64_t na = da < 0 ? 1 : a.shape[da], nb = db < 0 ? 1 : b->shape[db];
     if (na != nb && na != 1 && nb != 1)
-      return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: extents %lld and %lld do not broadcast (dimension %d of the result)", fn,
-                       (long long)na, (long long)nb, d),
+      return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: extents %lld and %lld do not broadcast (dimension %d of the result)",
+                       fn, (long long)na, (long long)nb, d),
              0;
     out->shape[d] = na == 1 ? nb : na;
   }
@@ -443,14 +443,13 @@ moe_value moe_tape_slice(moe_tape *t, moe_value a, int64_t dim, int64_t begin, i
 static void back_pad(moe_tape *t, node *n, const moe_value *d)
 {
   const moe_tensor x = tensor_of(t, n->in[0]);
-  moe__tape_contribute(t, n->in[0],
-                       moe_tape_slice(t, d[0], n->flag[0], n->flag[1], n->flag[1] + x.shape[n->flag[0]]));
+  moe__tape_contribute(t, n->in[0], moe_tape_slice(t, d[0], n->flag[0], n->flag[1], n->flag[1] + x.shape[n->flag[0]]));
 }
 static const struct moe__rule rule_pad = { "pad", back_pad, NULL, 0 };
 static moe_value pad(moe_tape *t, moe_value a, moe_tensor like, int64_t dim, int64_t begin)
 {
   if (t->status) return none;
-  moe_tensor x = tensor_of(t, a), y = moe__tape_fresh(t, x.dtype, like.rank, like.shape), part;
+  moe_tensor x = tensor_of(t, a), y = moe__tape_fresh(t, x.dtype, like.rank, like.shape), part = { 0 };
   TAPE_RUN(t, elt_map, .dtype = moe__real_of(y.dtype), .y = moe__flatten(y), .op = MOE__ELT_FILL,
            .n = moe_tensor_count(&y));
   if (!t->status) moe__tape_fail(t, moe_tensor_slice(&part, &y, dim, begin, begin + x.shape[dim]));
@@ -738,8 +737,7 @@ static void scatter(moe_tape *t, moe_tensor to, moe_tensor x, moe_tensor ids, in
   const int64_t rows = to.shape[0], D = to.shape[1], n = x.shape[0], real = moe__real_of(x.dtype);
   struct moe__mark mark = moe__tape_mark(t);
   moe_tensor offs = moe__tape_flat(t, MOE_I32, rows + 1), row2slot = moe__tape_flat(t, MOE_I32, n),
-             slot2row = moe__tape_flat(t, MOE_I32, n),
-             scratch = moe__tape_flat(t, MOE_I32, moe__plan_scratch(n, rows));
+             slot2row = moe__tape_flat(t, MOE_I32, n), scratch = moe__tape_flat(t, MOE_I32, moe__plan_scratch(n, rows));
   TAPE_RUN(t, plan, .dtype = real, .offs = offs, .row2slot = row2slot, .slot2row = slot2row,
            .ids = moe__matrix(ids.handle, ids.offset, MOE_I32, n, 1), .health = t->q->health, .scratch = scratch,
            .T = n, .K = 1, .E = rows);
@@ -769,8 +767,7 @@ static void back_gather(moe_tape *t, node *n, const moe_value *d)
     scatter(t, to, tensor_of(t, d[0]), tensor_of(t, n->in[1]), accumulate);
     moe__tape_sunk(t, n->in[0]);
   } else {
-    moe__tape_contribute(t, n->in[0],
-                         moe_tape_scatter_rows(t, d[0], n->in[1], tensor_of(t, n->in[0]).shape[0]));
+    moe__tape_contribute(t, n->in[0], moe_tape_scatter_rows(t, d[0], n->in[1], tensor_of(t, n->in[0]).shape[0]));
   }
 }
 static const struct moe__rule rule_gather = { "gather_rows", back_gather, NULL, 0 },

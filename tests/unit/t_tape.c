@@ -346,33 +346,6 @@ static void ids_out_of_range(void **state)
   for (int i = 0; i < 6; i++) assert_near(grad[i], i < 2 || i > 3, 0);
 }
 
-/* ---- no second derivative ---------------------------------------------------------------------------------------- */
-enum { EMBEDDING, RMS_NORM, CROSS_ENTROPY, FUSED };
-static void fused_operations_have_first_derivatives_only(void **state)
-{
-  static const char *const names[] = { "embedding", "rms_norm", "cross_entropy" };
-  static const double values[] = { 1, -2, 3, 0.5, 2, -1 }, weights[] = { 1, 2 };
-  static const int32_t ids[] = { 1, 0, 1 };
-  (void)state;
-  moe_tensor t = put(MOE_F32, values, SHAPE(3, 2)), u = put(MOE_F32, weights, SHAPE(2));
-  ids_tensor = put_ids(ids, 3);
-  upload();
-  for (int which = 0; which < FUSED; which++) {
-    moe_tape_reset(tape);
-    moe_value x = moe_tape_leaf(tape, &t, 1), w = moe_tape_leaf(tape, &u, 1), i = moe_tape_leaf(tape, &ids_tensor, 0);
-    moe_value y = which == EMBEDDING  ? square(moe_tape_embedding(tape, x, i))
-                  : which == RMS_NORM ? square(moe_tape_rms_norm(tape, x, w, 1e-6))
-                                      : moe_tape_cross_entropy(tape, x, i);
-    OK(moe_tape_backward(tape, y, none, MOE_CREATE_GRAPH));
-    moe_value g = moe_tape_grad(tape, x);
-    assert_true(g.id != 0);
-    moe_value s = square(g);
-    FAILS(MOE_ERR_NO_SECOND_DERIVATIVE, names[which], moe_tape_backward(tape, s, none, 0));
-    assert_non_null(strstr(moe_last_error(), "node "));
-    FAILS(MOE_ERR_NO_SECOND_DERIVATIVE, names[which], moe_tape_status(tape)); /* it sticks */
-  }
-}
-
 /* ---- gradients that start clean, or are added to ----------------------------------------------------------------- */
 static void accumulation_doubles_exactly(void **state)
 {
@@ -406,7 +379,10 @@ static void accumulation_doubles_exactly(void **state)
           assert_true(isfinite(now[k]));
           /* Twice is exact in any float; with values of the storage type in between, as near as it rounds. */
           double bound = calls[c].times == 3 ? ref_rounding(3 * first[i][k], MOE_F32) : 0;
-          if (calls[c].flags & MOE_CREATE_GRAPH) bound = 4 * ref_rounding(first[i][k], dtypes[kind]);
+          /* Through the expansion of cross_entropy: (softmax - onehot)/T, a sum of T products with |x| < 2; exp, log and
+             division of at most 3 ULP each, seven roundings of numbers below 1. */
+          if (calls[c].flags & MOE_CREATE_GRAPH)
+            bound = 4 * ref_rounding(first[i][k], dtypes[kind]) + 2 * 16 * ref_rounding(1, MOE_F32);
           assert_near(now[k], calls[c].times * first[i][k], bound);
         }
       }
@@ -506,7 +482,7 @@ static void values_from_before_reset_are_errors(void **state)
     new = moe_tape_leaf(tape, &t, 1);
     assert_near(number_of(square(new)), 13, 0);
     moe_tape_reset(tape);
-    FAILS(MOE_ERR_STATE, "moe_tape_backward: of: a value from before", moe_tape_backward(tape, new, none, 0));
+    FAILS(MOE_ERR_STATE, "moe_tape_backward: a value from before", moe_tape_backward(tape, new, none, 0));
     moe_tape_reset(tape);
   }
 }
@@ -823,7 +799,6 @@ int main(void)
     TEST(gradients_of_rms_norm),
     TEST(gradients_of_cross_entropy),
     TEST(ids_out_of_range),
-    TEST(fused_operations_have_first_derivatives_only),
     TEST(accumulation_doubles_exactly),
     TEST(an_unused_parameter_has_no_stale_gradient),
     TEST(a_seed_multiplies),

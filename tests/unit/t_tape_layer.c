@@ -585,13 +585,91 @@ static void no_second_derivative_of_fused_gradients(void **state)
   layer_free(&l);
 }
 
+/* ---- in a recomputed segment, and in a function that does the same by hand ---------------------------------------- */
+struct inner {
+  struct layer *l;
+  moe_tape_moe options;
+};
+static moe_status inner_segment(void *user, moe_tape *t, const moe_value *in, int64_t n_in, moe_value *out,
+                                int64_t n_out)
+{
+  const struct inner *s = user;
+  (void)n_in;
+  (void)n_out;
+  out[0] = moe_tape_moe_layer(t, s->l->layer, in[0], &s->options, NULL);
+  return MOE_OK;
+}
+static moe_status inner_forward(void *user, const moe_tape_call *call)
+{
+  const struct inner *s = user;
+  call->out[0] = moe_tape_moe_layer(call->tape, s->l->layer, call->in[0], &s->options, NULL);
+  return MOE_OK;
+}
+static moe_status inner_backward(void *user, const moe_tape_call *call, const moe_value *dout, moe_value *din)
+{
+  const struct inner *s = user;
+  moe_tape_set_recording(call->tape, 1);
+  moe_value y = moe_tape_moe_layer(call->tape, s->l->layer, call->in[0], &s->options, NULL);
+  return moe_tape_gradients(din, call->tape, &y, dout, 1, call->in, 1, MOE_CREATE_GRAPH | MOE_DECOMPOSE);
+}
+
+/* The losses join there as they do in the open: in the gradient once, in its derivative through its own only. */
+static void through_segments_and_functions(void **state)
+{
+  (void)state;
+  const struct kind k = { "segments",        .T = 12,        .balance = 0.7, .z = 0.3,
+                          .aux_scale = 0.75, .sequences = 2, .mask = 1,      .shared = 1 };
+  struct layer l;
+  double *got[3][2];
+  make(&l, &k, MOE_F64, 4100);
+  const int64_t n = moe_tensor_count(&l.io.x);
+  moe_tensor v = t_tensor(&l.m, MOE_F64, T_PACKED, 2, l.io.x.shape);
+  t_put(&l.m, &v, t_uniform(&l.m, n, MOE_F64, 1));
+  layer_send(&l);
+  for (int way = 0; way < 3; way++) {
+    struct inner in = { &l, moe_tape_moe_init() };
+    moe_function f = moe_function_init();
+    moe_tape_reset(tape);
+    in.options.params = l.io.params;
+    in.options.mask = l.io.mask;
+    in.options.aux_scale = l.io.aux_scale;
+    in.options.sequences = l.io.sequences;
+    f.name = "by hand";
+    f.forward = inner_forward;
+    f.backward = inner_backward;
+    f.user = &in;
+    f.n_out = 1;
+    moe_value x = moe_tape_leaf(tape, &l.io.x, 1), y = none, g, hv;
+    if (way == 0) y = moe_tape_moe_layer(tape, l.layer, x, &in.options, NULL);
+    else if (way == 1) OK(moe_tape_recompute(&y, 1, tape, inner_segment, &in, &x, 1));
+    else OK(moe_tape_custom(&y, tape, &f, &x, 1));
+    moe_value loss = moe_tape_sum(tape, moe_tape_mul(tape, y, moe_tape_mul(tape, y, y)));
+    OK(moe_tape_gradients(&g, tape, &loss, NULL, 1, &x, 1, MOE_CREATE_GRAPH | MOE_DECOMPOSE));
+    moe_value slope = moe_tape_sum(tape, moe_tape_mul(tape, g, moe_tape_leaf(tape, &v, 0)));
+    OK(moe_tape_gradients(&hv, tape, &slope, NULL, 1, &x, 1, way == 1 ? MOE_DECOMPOSE : 0));
+    for (int w = 0; w < 2; w++) {
+      got[way][w] = t_host(&l.m, n, sizeof(double));
+      OK(moe_tape_read(tape, w ? hv : g, got[way][w], n));
+      for (int64_t i = 0; i < n; i++) assert_near(got[way][w][i], got[0][w][i], 1e-12 * largest(got[0][w], n));
+    }
+  }
+  layer_free(&l);
+}
+
 int main(void)
 {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
   const struct CMUnitTest tests[] = {
-    TEST(decomposed_gradients),      TEST(fused_gradients_as_values), TEST(one_gradient),
-    TEST(decomposed_in_other_types), TEST(gradients_at_kinks),        TEST(a_bad_token_stays_alone),
-    TEST(hessian_vector_products),   TEST(losses_join_once),          TEST(no_second_derivative_of_fused_gradients),
+    TEST(decomposed_gradients),
+    TEST(fused_gradients_as_values),
+    TEST(one_gradient),
+    TEST(decomposed_in_other_types),
+    TEST(gradients_at_kinks),
+    TEST(a_bad_token_stays_alone),
+    TEST(hessian_vector_products),
+    TEST(losses_join_once),
+    TEST(no_second_derivative_of_fused_gradients),
+    TEST(through_segments_and_functions),
   };
   if (!test_open(&ctx, &queue)) return 77;
   if (!test_has_fp64(ctx)) {
