@@ -15,48 +15,29 @@
 static moe_context *ctx;
 static moe_queue *queue;
 
-/* ---- safetensors ------------------------------------------------------------------------------------------------- */
-/* 8 bytes length of the header (little endian), the header in JSON, the data. */
+/* ---- files ------------------------------------------------------------------------------------------------------- */
 struct file {
-  unsigned char *bytes;
-  const unsigned char *data;
-  size_t size; /* of the data */
-  json_t *header, *config;
+  moe_checkpoint *tensors;
+  json_t *config;
 };
 
 static struct file open_file(const char *name)
 {
   struct file f = { 0 };
   char path[512];
-  json_error_t error;
   const char *srcdir = getenv("MOE_TEST_SRCDIR");
-  uint64_t length = 0;
   snprintf(path, sizeof path, "%s/tests/oracle/%s.safetensors", srcdir ? srcdir : ".", name);
-  FILE *stream = fopen(path, "rb");
-  if (!stream) fail_msg("%s: cannot be opened", path);
-  fseek(stream, 0, SEEK_END);
-  size_t size = (size_t)ftell(stream);
-  rewind(stream);
-  f.bytes = malloc(size);
-  if (!f.bytes || fread(f.bytes, 1, size, stream) != size) fail_msg("%s: cannot be read", path);
-  fclose(stream);
-  for (int i = 7; i >= 0; i--) length = length << 8 | f.bytes[i];
-  if (size < 8 || length > size - 8) fail_msg("%s: the header is longer than the file", path);
-  f.data = f.bytes + 8 + length;
-  f.size = size - 8 - length;
-  f.header = json_loadb((char *)f.bytes + 8, length, JSON_REJECT_DUPLICATES, &error);
-  if (!f.header) fail_msg("%s: %s", path, error.text);
-  const char *config = json_string_value(json_object_get(json_object_get(f.header, "__metadata__"), "config"));
-  f.config = config ? json_loads(config, JSON_REJECT_DUPLICATES, &error) : NULL;
+  OK(moe_checkpoint_open(&f.tensors, path));
+  const char *config = moe_checkpoint_metadata(f.tensors, "config");
+  f.config = config ? json_loads(config, JSON_REJECT_DUPLICATES, NULL) : NULL;
   if (!f.config) fail_msg("%s: no config", path);
   return f;
 }
 
 static void close_file(struct file *f)
 {
-  json_decref(f->header);
+  moe_checkpoint_close(f->tensors);
   json_decref(f->config);
-  free(f->bytes);
 }
 
 static int64_t config_of(const struct file *f, const char *key)
@@ -72,22 +53,20 @@ static int config_is(const struct file *f, const char *key, const char *value)
 
 static int has(const struct file *f, const char *name)
 {
-  return json_object_get(f->header, name) != NULL;
+  moe_checkpoint_entry e = moe_checkpoint_entry_init();
+  return moe_checkpoint_find(&e, f->tensors, name) == MOE_OK;
 }
 
 /* The F32 tensor of `n` elements. */
 static num *tensor_of(const struct file *f, struct t_memory *m, const char *name, int64_t n)
 {
-  json_t *entry = json_object_get(f->header, name), *at = json_object_get(entry, "data_offsets");
-  const char *dtype = json_string_value(json_object_get(entry, "dtype"));
-  size_t begin = (size_t)json_integer_value(json_array_get(at, 0)),
-         end = (size_t)json_integer_value(json_array_get(at, 1));
-  if (!dtype || strcmp(dtype, "F32") || begin > end || end > f->size || end - begin != (size_t)n * 4)
-    fail_msg("%s is not %lld F32", name, (long long)n);
+  moe_checkpoint_entry e = moe_checkpoint_entry_init();
+  OK(moe_checkpoint_find(&e, f->tensors, name));
+  if (e.dtype != MOE_F32 || e.bytes != (uint64_t)n * 4) fail_msg("%s is not %lld F32", name, (long long)n);
   num *x = t_nums(m, n);
   for (int64_t i = 0; i < n; i++) {
     float value;
-    memcpy(&value, f->data + begin + 4 * i, 4);
+    memcpy(&value, (const char *)e.data + 4 * i, 4);
     x[i].v = (double)value;
   }
   return x;

@@ -1,7 +1,10 @@
 /* t_worked_examples.c - small examples with known answers, through the public API: mixture of experts (routing,
-   outputs, parameter counts), second derivatives, and a custom function with an implicit derivative. */
+   outputs, parameter counts), the raw layout of files, second derivatives, and a custom function with an implicit
+   derivative. */
 #include "moe_test.h"
 #include "../ref/device.h"
+
+#include <unistd.h>
 
 static moe_context *ctx;
 static moe_queue *q;
@@ -246,6 +249,50 @@ static void mixture_parameter_counts(void **state)
   assert_int_equal(active, 12);
 }
 
+/* ---- serialization ------------------------------------------------------------------------------------------------
+   W1 [3,2] = .1 ... .6 and W2 [2,1] = .7 .8: 72 bytes, each number in its place, and back. */
+static void raw_layout_of_two_matrices(void **state)
+{
+  static const double w1[6] = { .1f, .2f, .3f, .4f, .5f, .6f }, w2[2] = { .7f, .8f };
+  static const struct {
+    size_t at;
+    int64_t is;
+  } numbers[] = { { 0, 2 }, { 8, 3 }, { 16, 2 }, { 48, 2 }, { 56, 1 } };
+  char folder[] = "/tmp/moe-test.XXXXXX", path[64];
+  unsigned char bytes[80];
+  double back[6];
+  struct t_memory m;
+  moe_checkpoint *c;
+  (void)state;
+  assert_non_null(mkdtemp(folder));
+  snprintf(path, sizeof path, "%s/raw", folder);
+  t_memory_init(&m, ctx, q, 1);
+  moe_tensor w[2] = { PUT(&m, MOE_F32, w1, 3, 2), PUT(&m, MOE_F32, w2, 2, 1) };
+  moe_tensor to[2] = { t_tensor(&m, MOE_F32, T_PACKED, SHAPE(3, 2)), t_tensor(&m, MOE_F32, T_PACKED, SHAPE(2, 1)) };
+  t_upload(&m);
+  OK(moe_raw_save(path, q, w, 2));
+  FILE *f = fopen(path, "rb");
+  assert_non_null(f);
+  assert_int_equal(fread(bytes, 1, sizeof bytes, f), 72);
+  fclose(f);
+  for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
+    assert_memory_equal(bytes + numbers[i].at, &numbers[i].is, 8);
+  for (int i = 0; i < 8; i++) {
+    const float value = (float)(i < 6 ? w1[i] : w2[i - 6]);
+    assert_memory_equal(bytes + (i < 6 ? 24 + 4 * i : 64 + 4 * (i - 6)), &value, 4);
+  }
+  OK(moe_raw_open(&c, path));
+  OK(moe_checkpoint_load(c, q, (const moe_checkpoint_item[]){ { "0", to[0] }, { "1", to[1] } }, 2, 0));
+  moe_checkpoint_close(c);
+  read_doubles(to[0], back, 6);
+  assert_memory_equal(back, w1, sizeof w1);
+  read_doubles(to[1], back, 2);
+  assert_memory_equal(back, w2, sizeof w2);
+  t_memory_free(&m);
+  unlink(path);
+  rmdir(folder);
+}
+
 /* ---- second derivatives ------------------------------------------------------------------------------------------ */
 static double number_of(moe_tape *tape, moe_value v)
 {
@@ -439,6 +486,7 @@ int main(void)
     cmocka_unit_test(mixture_top_2_f64),
     cmocka_unit_test(mixture_top_1),
     cmocka_unit_test(mixture_parameter_counts),
+    cmocka_unit_test(raw_layout_of_two_matrices),
     cmocka_unit_test(second_derivative_of_a_cube),
     cmocka_unit_test(hessian_times_vector),
     cmocka_unit_test(implicit_derivative_f32),
