@@ -49,7 +49,7 @@ enum moe__nd {
   MOE__ND_MUL,
   MOE__ND_DIV,
   MOE__ND_MAX,     /* of a and b; NaN where either is */
-  MOE__ND_GREATER, /* a > b: 1, else 0; no NaN is greater or equal */
+  MOE__ND_GREATER, /* a > b: 1, else 0; NaN is neither greater nor equal */
   MOE__ND_EQUAL,
   MOE__ND_WHERE, /* a is not 0: b, else c; a may be U8 or I32; NaN is not 0 */
   MOE__ND_POW,   /* a^alpha; a < 0 with a whole alpha is right; x^0 = 1, of 0 and NaN too */

@@ -109,11 +109,11 @@ static void map_case(struct conform *c, int64_t dtype, struct map_how h)
   if (h.alias > inputs) return;
   if (h.alias) h.y = *in[h.alias - 1];
   if (h.y.repeat || h.y.type == MOE_I32 || h.y.type == MOE_U8) return;
-  if (!c_begin(c, dtype, "%s%s %s %s/%d/%d<-%s/%d/%d/%d,%s/%d/%d/%d%s%s%s", names[h.op], h.accumulate ? " +=" : "",
-               shape_text(text, h.rank, h.shape), moe_dtype_name(h.y.type), h.y.layout, h.y.order,
-               moe_dtype_name(h.a.type), h.a.layout, h.a.order, h.a.repeat, moe_dtype_name(h.b.type), h.b.layout,
-               h.b.order, h.b.repeat, h.alias ? " in place" : "", h.alpha == 1 ? "" : " alpha",
-               h.special ? " special values" : ""))
+  if (!c_begin(c, dtype, "%s%s %s %s/%d/%d<-%s/%d/%d/%d,%s/%d/%d/%d%s%s alpha=%g", names[h.op],
+               h.accumulate ? " +=" : "", shape_text(text, h.rank, h.shape), moe_dtype_name(h.y.type), h.y.layout,
+               h.y.order, moe_dtype_name(h.a.type), h.a.layout, h.a.order, h.a.repeat, moe_dtype_name(h.b.type),
+               h.b.layout, h.b.order, h.b.repeat, h.alias ? " in place" : "", h.special ? " special values" : "",
+               h.alpha))
     return;
   struct moe__args_nd_map args = { .dtype = dtype, .op = h.op, .accumulate = h.accumulate, .alpha = h.alpha };
   moe_tensor *tensors[3] = { &args.a, &args.b, &args.c };
@@ -137,17 +137,19 @@ static void map_case(struct conform *c, int64_t dtype, struct map_how h)
   c_end(c);
 }
 
+static const double powers[] = { 3, -1, 0.3, 0, 2, -2, 0.5 };
+enum { POWERS = sizeof powers / sizeof *powers };
+
 /* Types of a call that follow from a number. */
 static struct map_how of_types(int64_t dtype, int64_t op, int64_t i)
 {
   struct map_how h = { .op = op, .alpha = 1, .accumulate = i % 3 == 1 };
-  static const double powers[] = { 3, -1, 0.3, 0, 2, -2, 0.5 };
   h.y.type = c_float(dtype, i);
   h.a.type = c_float(dtype, i / 3);
   h.b.type = c_float(dtype, i / 2);
   h.c.type = c_float(dtype, i / 5);
   if ((op == MOE__ND_WHERE || op == MOE__ND_COPY) && i % 3) h.a.type = i % 3 == 1 ? MOE_U8 : MOE_I32;
-  if (op == MOE__ND_POW) h.alpha = powers[i % 7];
+  if (op == MOE__ND_POW) h.alpha = powers[i % POWERS];
   if (op == MOE__ND_COPY && i % 2) h.alpha = -0.7;
   return h;
 }
@@ -189,7 +191,10 @@ void conform_nd_map(struct conform *c)
         if (i > 0) continue;
         h = of_types(dtype, op, at);
         h.rank = 1, h.shape[0] = 13 * 13, h.special = 1, h.accumulate = 0;
-        map_case(c, dtype, h);
+        for (int power = 0; power < (op == MOE__ND_POW ? POWERS : 1); power++) {
+          if (op == MOE__ND_POW) h.alpha = powers[power];
+          map_case(c, dtype, h);
+        }
       }
     /* Shapes: each dimension in turn repeated in each input, orders and layouts. */
     for (int64_t s = 0; s < (c->effort == SMALL ? 6 : 10); s++)
