@@ -2,7 +2,8 @@
 # cmocka-driver.sh OPTIONS -- PROGRAM ARGS... : Automake test driver for programs that print CMocka's lines.
 # Runs the program into the log file and writes one result for each test case to the .trs file. Exit
 # status 77 is a skip, with the reason of a line "SKIP: reason". A crash, a time-out, a sanitizer's exit
-# status, a test case that never ended and a program without tests are failures.
+# status, a test case that never ended and a program without tests are failures; such a failure, of the program and
+# of no test case, comes with 15 lines of the log: those from a sanitizer's report on, else the last ones.
 # MOE_TEST_TIMEOUT is the time limit of one program in seconds [600]; MOE_TEST_REQUIRE lists the kinds of
 # device (cuda,opencl:gpu,opencl:cpu) whose absence is a failure: of a test X.KIND a skip as a whole.
 name= log= trs= color=no
@@ -26,8 +27,10 @@ rc=$?
 
 awk -v rc=$rc -v required=$required -v limit="$limit" -v name="$name" -v color=$color -v trs="$trs.tmp" '
 function add(res, what) { r[++n] = res; t[n] = what; c[res]++ }
-function fault(what)    { add("FAIL", what); why = what }
+function fault(what)    { add("FAIL", what); why = what; at_fault = 1 }
 function said(what)     { if (lines < 5) text = text "\n        " what; lines++ }
+/^==[0-9]+== *ERROR: |: runtime error: /      { reported = 1 }
+!reported || reported++ <= 15                 { end[NR % 15] = $0; at = NR }
 /^\[==========\] (.*: )?Running [0-9]+ test/  { open = 1; s = $0; sub(/.*Running /, "", s); want += s + 0; next }
 /^\[==========\] .*test\(s\) run\.$/          { open = 0; next }
 !open && /^SKIP: /                            { why = substr($0, 7) }
@@ -60,6 +63,7 @@ END {
     printf ":test-result: %s %s\n", r[i], t[i] >trs
     if (r[i] == "FAIL") printf "  FAIL: %s%s\n", t[i], m[i]
   }
+  for (i = at - 14; at_fault && i <= at; i++) if (i > 0) print "        | " end[i % 15]
   printf ":global-test-result: %s\n:recheck: %s\n:copy-in-global-log: %s\n", all, \
     all == "FAIL" ? "yes" : "no", all == "PASS" ? "no" : "yes" >trs
 }' "$log" && mv -f "$trs.tmp" "$trs"
