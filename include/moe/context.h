@@ -23,6 +23,18 @@ typedef struct moe_context_desc {
   /* One line, without a newline.  level: 0 note, 1 warning.  NULL: silent. */
   void (*log)(void *user, int64_t level, const char *line);
   void *user;
+  /* Built OpenCL programs, kept by the caller from one process to the next; NULL: not.  Other backends carry built
+     kernels and call neither.  `key` is 32 hexadecimal digits, made of all that a program depends on: every line of its
+     text, the build options, library version, device, driver and platform (but not environment variables that a
+     driver's compiler may read).
+     cache_load gives the entry's bytes, copied to `to` where `room` suffices, and its size; 0: there is none.  It is
+     called twice, first with room 0.  cache_store returns MOE_OK, or anything else for "not kept".  An entry that is not
+     whole, not of this key, or refused by the driver is never an error: a log line, and the program is built and
+     stored anew.
+     They are called by whichever thread creates an object, one at a time for one context but side by side for
+     several, and must not call libmoe with that context. */
+  uint64_t (*cache_load)(void *user, const char *key, void *to, uint64_t room);
+  moe_status (*cache_store)(void *user, const char *key, const void *from, uint64_t bytes);
 } moe_context_desc;
 MOE_INIT(moe_context_desc)
 

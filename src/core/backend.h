@@ -66,8 +66,7 @@ struct moe__dev_info {
 struct moe__open {
   const char *spec; /* what follows "backend:" in the device name, or "" */
   void *lent_context, *lent_device;
-  void (*log)(void *user, int64_t level, const char *line);
-  void *user;
+  const moe_context_desc *hooks; /* the caller's functions; alive as long as the device */
 };
 
 struct moe__ops; /* tuned implementations, below */

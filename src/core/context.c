@@ -25,7 +25,6 @@ void moe__context_unref(moe_context *ctx)
 static moe_status open_on(moe_context **out, const struct moe__backend *be, const char *spec, void *lent_context,
                           void *lent_device, const moe_context_desc *desc)
 {
-  struct moe__open how = { spec, lent_context, lent_device, desc->log, desc->user };
   moe_context *ctx = calloc(1, sizeof *ctx);
   moe_status st;
   if (!ctx) return moe__fail(MOE_ERR_NO_MEMORY, "no host memory for a context");
@@ -33,7 +32,7 @@ static moe_status open_on(moe_context **out, const struct moe__backend *be, cons
   ctx->desc = *desc;
   ctx->desc.device = NULL;
   ctx->refs = 1;
-  st = be->open(&ctx->dev, &how);
+  st = be->open(&ctx->dev, &(struct moe__open){ spec, lent_context, lent_device, &ctx->desc });
   if (st) {
     free(ctx);
     return st;

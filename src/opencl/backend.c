@@ -5,6 +5,7 @@
    from the embedded sources in `program` and nowhere else, one per storage type. */
 #include "core/backend.h"
 #include "opencl/loader.h"
+#include "opencl/program.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -28,8 +29,7 @@ struct moe__dev {
   cl_context context;
   struct program *_Atomic programs; /* only ever grows: read without the lock */
   pthread_mutex_t building;
-  void (*log)(void *user, int64_t level, const char *line);
-  void *user;
+  const moe_context_desc *hooks;
 };
 
 struct made_kernel {
@@ -315,8 +315,7 @@ static moe_status open_found(struct moe__dev **out, const struct found *f, const
   if (!dev) return no_memory();
   pthread_mutex_init(&dev->building, NULL);
   describe(&dev->info.pub, f);
-  dev->log = how->log;
-  dev->user = how->user;
+  dev->hooks = how->hooks;
   dev->device = moe__cl_keep(Device, f->device);
   if (!dev->device) code = CL_INVALID_DEVICE;
   else if (how->lent_context) dev->context = moe__cl_keep(Context, (cl_context)how->lent_context);
@@ -509,12 +508,12 @@ static moe_status build_failed(const struct moe__dev *dev, cl_program program, c
     }
     line += width;
   }
-  if (dev->log)
+  if (dev->hooks->log)
     for (char *next = log; next;) {
       line = next;
       next = strchr(line, '\n');
       if (next) *next++ = 0;
-      if (*line) dev->log(dev->user, 1, line);
+      if (*line) dev->hooks->log(dev->hooks->user, 1, line);
     }
   free(log);
   return fail(MOE_ERR_BUILD, dev, code, text);
@@ -528,26 +527,23 @@ static moe_status build(struct moe__dev *dev, const struct moe__source *source, 
   const int rounds =
       (device_number(dev->device, CL_DEVICE_SINGLE_FP_CONFIG) & CL_FP_CORRECTLY_ROUNDED_DIVIDE_SQRT) != 0;
   char second[96], what[96], options[200];
-  const char *strings[4] = { "#line 1 \"common.clh\"\n", (const char *)common->data, second,
-                             (const char *)source->data };
-  const size_t sizes[4] = { 0, common->size, 0, source->size }; /* 0: ends with NUL */
-  cl_int code = CL_SUCCESS;
+  const struct moe__cl_text text = {
+    { "#line 1 \"common.clh\"\n", (const char *)common->data, second, (const char *)source->data }, options, what
+  };
+  cl_int code;
+  moe_status status;
   snprintf(second, sizeof second, "\n#line 1 \"%.64s.cl\"\n", source->name);
   snprintf(what, sizeof what, "program %.64s (%s)", source->name, moe_dtype_name(dtype));
   snprintf(options, sizeof options, "-cl-std=CL1.2 -DMOE_ST_%s -DMOE_VW=%d -DMOE_LOCAL_BYTES=%lld%s%s", variants[dtype],
            dev->info.vector_width, (long long)dev->info.pub.local_memory,
            rounds ? " -cl-fp32-correctly-rounded-divide-sqrt" : "",
            dev->info.pub.kind == MOE_DEVICE_CPU ? " -DMOE_CPU=1" : "");
-  *out = moe__cl_made(moe__cl.clCreateProgramWithSource(dev->context, 4, strings, sizes, &code));
-  if (!*out) return fail(MOE_ERR_BUILD, dev, code, what);
-  code = moe__cl.clBuildProgram(*out, 1, &dev->device, options, NULL, NULL);
-  if (code) {
-    moe_status status = build_failed(dev, *out, what, code);
-    moe__cl_drop(Program, *out);
-    *out = NULL;
-    return status;
-  }
-  return MOE_OK;
+  code = moe__cl_build(out, dev->context, dev->device, &text, dev->hooks);
+  if (!code) return MOE_OK;
+  status = *out ? build_failed(dev, *out, what, code) : fail(MOE_ERR_BUILD, dev, code, what);
+  moe__cl_drop(Program, *out);
+  *out = NULL;
+  return status;
 }
 
 /* Under the lock: builds what is not there and puts it at the head of the list. */

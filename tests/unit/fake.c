@@ -270,7 +270,7 @@ void fake_reset(void)
 moe_context *fake_open(void)
 {
   const struct moe__backend *be = fake.own_ops ? &own : &counting;
-  const struct moe__open how = { "", NULL, NULL, NULL, NULL };
+  const struct moe__open how = { "", NULL, NULL, NULL };
   moe_context *ctx = calloc(1, sizeof *ctx);
   if (!ctx) return NULL;
   if (be->open(&ctx->dev, &how)) {

@@ -20,7 +20,7 @@ static void structs_that_grow(void **state)
     assert_int_equal(new_.size, bytes);                                                                                \
     for (size_t i_ = 8; i_ < sizeof new_; i_++) assert_int_equal(((unsigned char *)&new_)[i_], 0);                     \
   } while (0)
-  GROWS(moe_context_desc, 48);
+  GROWS(moe_context_desc, 64);
   GROWS(moe_device_info, 376);
   GROWS(moe_weights_options, 40);
   GROWS(moe_selection_options, 72);
