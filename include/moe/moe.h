@@ -1,4 +1,4 @@
-/* moe/moe.h - all of libmoe except the headers that name a runtime (moe/cuda.h, moe/opencl.h). */
+/* moe/moe.h - all of libmoe except the headers that name a runtime (moe/cuda.h, moe/opencl.h, moe/dlpack.h). */
 #ifndef MOE_MOE_H
 #define MOE_MOE_H
 

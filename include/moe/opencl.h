@@ -19,6 +19,8 @@ MOE_API MOE_CHECKED moe_status moe_context_from_opencl(moe_context **out, struct
    or of another context or device. */
 MOE_API MOE_CHECKED moe_status moe_queue_from_opencl(moe_queue **out, moe_context *ctx,
                                                      struct _cl_command_queue *queue);
+/* The command queue of a queue, lent or its own; not retained. */
+MOE_API MOE_CHECKED moe_status moe_queue_to_opencl(struct _cl_command_queue **out, const moe_queue *queue);
 
 #ifdef __cplusplus
 }

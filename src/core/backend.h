@@ -59,14 +59,27 @@ struct moe__queue_be; /* a backend's own queue */
 
 struct moe__dev_info {
   moe_device_info pub;
-  int vector_width; /* floats in a native vector (OpenCL CPU), else 1 */
-  int reduce_local; /* work-group size for reductions: fixed per device; 1 on CPUs, else a power of two <= 256 */
+  int vector_width;   /* floats in a native vector (OpenCL CPU), else 1 */
+  int reduce_local;   /* work-group size for reductions: fixed per device; 1 on CPUs, else a power of two <= 256 */
+  int dl_type, dl_id; /* what DLPack calls the device (core/dlpack.h) */
 };
 
 struct moe__open {
   const char *spec; /* what follows "backend:" in the device name, or "" */
   void *lent_context, *lent_device;
   const moe_context_desc *hooks; /* the caller's functions; alive as long as the device */
+};
+
+/* Memory that another library owns: `bytes` from `offset` behind `data`, whose meaning follows from the type. */
+struct moe__foreign {
+  int dl_type, dl_id;
+  void *data;
+  uint64_t offset, bytes;
+};
+struct moe__adopted {
+  void *handle; /* aligned to more than any element */
+  uint64_t offset;
+  int is_new; /* the handle is given back through `release` */
 };
 
 struct moe__ops; /* tuned implementations, below */
@@ -83,9 +96,13 @@ struct moe__backend {
   /* Device memory; zero bytes give a handle too. */
   moe_status (*alloc)(struct moe__dev *dev, uint64_t bytes, void **handle);
   void (*release)(struct moe__dev *dev, void *handle);
+  /* Foreign memory as device memory, in place.  MOE_ERR_UNSUPPORTED: the device cannot use such memory;
+     MOE_ERR_INVALID: it is not what it says. */
+  moe_status (*adopt)(struct moe__dev *dev, const struct moe__foreign *there, struct moe__adopted *here);
   /* lent: cudaStream_t or cl_command_queue when `is_lent`, else the backend makes its own. */
   moe_status (*queue_open)(struct moe__dev *dev, int is_lent, void *lent, struct moe__queue_be **out);
   void (*queue_close)(struct moe__queue_be *q);
+  void *(*queue_native)(const struct moe__queue_be *q); /* cudaStream_t or cl_command_queue */
   /* Host to device (reads `from` before returning), device to host (blocks), device to device, byte fill. */
   moe_status (*write)(struct moe__queue_be *q, moe_span to, const void *from, uint64_t bytes);
   moe_status (*read)(struct moe__queue_be *q, void *to, moe_span from, uint64_t bytes);

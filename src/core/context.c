@@ -200,6 +200,28 @@ moe_status moe_queue_from_opencl(moe_queue **out, moe_context *ctx, struct _cl_c
   return queue_over(out, ctx, 1, queue, fn);
 }
 
+static moe_status native_of(void *out, const moe_queue *q, const char *backend, const char *fn)
+{
+  void *native = NULL;
+  if (!out) return moe__fail(MOE_ERR_INVALID, "%s: out is NULL", fn);
+  memcpy(out, &native, sizeof native);
+  if (!q) return moe__fail(MOE_ERR_INVALID, "%s: queue is NULL", fn);
+  MOE__TRY(wrong_backend(q->ctx, backend, fn));
+  native = q->ctx->be->queue_native(q->be);
+  memcpy(out, &native, sizeof native);
+  return MOE_OK;
+}
+
+moe_status moe_queue_to_cuda(struct CUstream_st **out, const moe_queue *q)
+{
+  return native_of(out, q, "cuda", "moe_queue_to_cuda");
+}
+
+moe_status moe_queue_to_opencl(struct _cl_command_queue **out, const moe_queue *q)
+{
+  return native_of(out, q, "opencl", "moe_queue_to_opencl");
+}
+
 moe_status moe_context_from_opencl(moe_context **out, struct _cl_context *context, struct _cl_device_id *device,
                                    const moe_context_desc *given)
 {

@@ -7,6 +7,7 @@
    device that the application never used).  The runtime's last error is never read, so it stays the
    application's. */
 #include "core/backend.h"
+#include "core/dlpack.h"
 #include "cuda/impls.h"
 
 #include <cuda_runtime_api.h>
@@ -238,6 +239,8 @@ static moe_status cuda_open(struct moe__dev **out, const struct moe__open *how)
   }
   dev->info.vector_width = 1;
   dev->info.reduce_local = 256;
+  dev->info.dl_type = MOE__DL_CUDA;
+  dev->info.dl_id = ordinal;
   pthread_mutex_init(&dev->lock, NULL);
   *out = dev;
   return MOE_OK;
@@ -308,6 +311,32 @@ static void cuda_release(struct moe__dev *dev, void *handle)
   if (!handle) return;
   if (enter(dev, &pushed) == cudaSuccess) cudaFree(handle);
   leave(dev, pushed);
+}
+
+/* The address as the device knows it, in two parts. */
+static moe_status cuda_adopt(struct moe__dev *dev, const struct moe__foreign *there, struct moe__adopted *here)
+{
+  enum { ALIGNMENT = 256 }; /* that of cudaMalloc */
+  struct cudaPointerAttributes facts = { 0 };
+  const int type = there->dl_type;
+  int pushed;
+  cudaError_t e;
+  if (type != MOE__DL_CUDA && type != MOE__DL_CUDA_MANAGED && type != MOE__DL_CUDA_HOST)
+    return moe__fail(MOE_ERR_UNSUPPORTED, "%s: the device cannot use memory of DLPack's device type %d",
+                     dev->info.pub.id, type);
+  e = enter(dev, &pushed);
+  if (!e) e = cudaPointerGetAttributes(&facts, (char *)there->data + there->offset);
+  leave(dev, pushed);
+  if (e) return moe__fail(MOE_ERR_INVALID, "%s: data: %s", dev->info.pub.id, cudaGetErrorString(e));
+  if (facts.type == cudaMemoryTypeUnregistered || !facts.devicePointer)
+    return moe__fail(MOE_ERR_INVALID, "%s: data is no memory of CUDA's", dev->info.pub.id);
+  if (type == MOE__DL_CUDA && (there->dl_id != dev->info.dl_id || facts.device != dev->info.dl_id))
+    return moe__fail(MOE_ERR_INVALID, "%s: the tensor says that it lies on device %d, and its data does on device %d",
+                     dev->info.pub.id, there->dl_id, facts.device);
+  here->offset = (uintptr_t)facts.devicePointer % ALIGNMENT;
+  here->handle = (char *)facts.devicePointer - here->offset;
+  here->is_new = 0;
+  return MOE_OK;
 }
 
 /* ---- programs ----------------------------------------------------------------------------------------- */
@@ -462,6 +491,11 @@ static void cuda_queue_close(struct moe__queue_be *q)
     leave(q->dev, pushed);
   }
   free(q);
+}
+
+static void *cuda_queue_native(const struct moe__queue_be *q)
+{
+  return q->stream;
 }
 
 /* Status of a call on a queue.  Faults of earlier work come up in later calls, so the text names it. */
@@ -705,8 +739,10 @@ const struct moe__backend moe__cuda_backend = {
   .info = cuda_info,
   .alloc = cuda_alloc,
   .release = cuda_release,
+  .adopt = cuda_adopt,
   .queue_open = cuda_queue_open,
   .queue_close = cuda_queue_close,
+  .queue_native = cuda_queue_native,
   .write = cuda_write,
   .read = cuda_read,
   .copy = cuda_copy,

@@ -4,6 +4,7 @@
    its own kernel objects, because setting the arguments of one is not thread safe.  Programs are built
    from the embedded sources in `program` and nowhere else, one per storage type. */
 #include "core/backend.h"
+#include "core/dlpack.h"
 #include "opencl/loader.h"
 #include "opencl/program.h"
 
@@ -328,6 +329,8 @@ static moe_status open_found(struct moe__dev **out, const struct found *f, const
   dev->info.vector_width = cpu ? (int)device_number(f->device, CL_DEVICE_NATIVE_VECTOR_WIDTH_FLOAT) : 1;
   if (dev->info.vector_width < 1) dev->info.vector_width = 1;
   dev->info.reduce_local = cpu ? 1 : 256;
+  dev->info.dl_type = MOE__DL_OPENCL;
+  dev->info.dl_id = f->index < 0 ? 0 : f->index; /* a lent sub-device has no number */
   *out = dev;
   return MOE_OK;
 }
@@ -366,6 +369,48 @@ static void opencl_release(struct moe__dev *dev, void *handle)
 {
   (void)dev;
   moe__cl_drop(MemObject, (cl_mem)handle);
+}
+
+/* A cl_mem of this context, with one more reference. */
+static moe_status adopt_buffer(struct moe__dev *dev, const struct moe__foreign *there, struct moe__adopted *here)
+{
+  cl_mem memory = there->data;
+  cl_context context = NULL;
+  size_t size = 0;
+  cl_int code = moe__cl.clGetMemObjectInfo(memory, CL_MEM_CONTEXT, sizeof context, &context, NULL);
+  if (!code) code = moe__cl.clGetMemObjectInfo(memory, CL_MEM_SIZE, sizeof size, &size, NULL);
+  if (code) return fail(MOE_ERR_INVALID, dev, code, "the cl_mem is none");
+  if (context != dev->context)
+    return moe__fail(MOE_ERR_INVALID, "%s: the cl_mem belongs to another cl_context", dev->info.pub.id);
+  if (there->offset > size || there->bytes > size - there->offset)
+    return moe__fail(MOE_ERR_INVALID, "%s: the cl_mem has %zu bytes, %llu from byte %llu are wanted", dev->info.pub.id,
+                     size, (unsigned long long)there->bytes, (unsigned long long)there->offset);
+  *here = (struct moe__adopted){ moe__cl_keep(MemObject, memory), there->offset, 1 };
+  return here->handle ? MOE_OK : fail(MOE_ERR_BACKEND, dev, CL_INVALID_MEM_OBJECT, "the cl_mem cannot be retained");
+}
+
+/* Host memory, on CPU devices, which use it where it is.  The buffer begins at the alignment that buffers have, within
+   the same page, and nothing before the tensor is touched. */
+static moe_status adopt_host(struct moe__dev *dev, const struct moe__foreign *there, struct moe__adopted *here)
+{
+  int64_t alignment = device_number(dev->device, CL_DEVICE_MEM_BASE_ADDR_ALIGN) / 8;
+  unsigned char *start = (unsigned char *)there->data + there->offset;
+  cl_int code = CL_SUCCESS;
+  if (alignment < 1 || alignment > 4096) alignment = 4096;
+  here->offset = (uintptr_t)start % (uintptr_t)alignment;
+  here->handle = moe__cl_made(moe__cl.clCreateBuffer(dev->context, CL_MEM_READ_WRITE | CL_MEM_USE_HOST_PTR,
+                                                     here->offset + there->bytes, start - here->offset, &code));
+  here->is_new = 1;
+  return here->handle ? MOE_OK : fail(MOE_ERR_UNSUPPORTED, dev, code, "no buffer over host memory");
+}
+
+static moe_status opencl_adopt(struct moe__dev *dev, const struct moe__foreign *there, struct moe__adopted *here)
+{
+  const int is_host = there->dl_type == MOE__DL_CPU || there->dl_type == MOE__DL_CUDA_HOST;
+  if (there->dl_type == MOE__DL_OPENCL) return adopt_buffer(dev, there, here);
+  if (is_host && dev->info.pub.kind == MOE_DEVICE_CPU) return adopt_host(dev, there, here);
+  return moe__fail(MOE_ERR_UNSUPPORTED, "%s: the device cannot use memory of DLPack's device type %d", dev->info.pub.id,
+                   there->dl_type);
 }
 
 /* ---- queues ---------------------------------------------------------------------------------------- */
@@ -414,6 +459,11 @@ static void opencl_queue_close(struct moe__queue_be *q)
   moe__cl_drop(CommandQueue, q->queue);
   free(q->kernels);
   free(q);
+}
+
+static void *opencl_queue_native(const struct moe__queue_be *q)
+{
+  return q->queue;
 }
 
 /* The result of a queue's call: a fault may be that of earlier work, so the last kernel is named. */
@@ -690,8 +740,10 @@ const struct moe__backend moe__opencl_backend = {
   .info = opencl_info,
   .alloc = opencl_alloc,
   .release = opencl_release,
+  .adopt = opencl_adopt,
   .queue_open = opencl_queue_open,
   .queue_close = opencl_queue_close,
+  .queue_native = opencl_queue_native,
   .write = opencl_write,
   .read = opencl_read,
   .copy = opencl_copy,

@@ -28,6 +28,8 @@
   X(clRetainCommandQueue)                                                                                              \
   X(clReleaseCommandQueue)                                                                                             \
   X(clCreateBuffer)                                                                                                    \
+  X(clGetMemObjectInfo)                                                                                                \
+  X(clRetainMemObject)                                                                                                 \
   X(clReleaseMemObject)                                                                                                \
   X(clCreateProgramWithSource)                                                                                         \
   X(clCreateProgramWithBinary)                                                                                         \

@@ -2,11 +2,10 @@
    driver before both were verified, since drivers crash on binaries that are not theirs. */
 #include "opencl/program.h"
 
+#include "core/hash.h"
+
 #include <stdio.h>
 #include <stdlib.h>
-
-#define XXH_INLINE_ALL
-#include <xxhash.h>
 
 enum { MOST_BYTES = 1 << 28 }; /* larger than any program */
 
@@ -95,7 +94,7 @@ static const char *fault_of(const unsigned char *data, uint64_t bytes, const str
   if (memcmp(h.magic, magic, sizeof magic)) return "it is none of this library's";
   if (!XXH128_isEqual(h.key, e->key)) return "it is of another program, device, driver or library";
   if (h.bytes != bytes - sizeof h) return "its size is wrong";
-  if (h.checksum != XXH3_64bits(data + sizeof h, h.bytes)) return "its checksum is wrong";
+  if (h.checksum != moe__hash(data + sizeof h, h.bytes)) return "its checksum is wrong";
   return NULL;
 }
 
@@ -154,7 +153,7 @@ static void store(cl_program program, cl_device_id device, const struct moe__cl_
     return;
   }
   memcpy(h.magic, magic, sizeof magic);
-  h.checksum = XXH3_64bits(data + sizeof h, h.bytes);
+  h.checksum = moe__hash(data + sizeof h, h.bytes);
   memcpy(data, &h, sizeof h);
   status = hooks->cache_store(hooks->user, e->name, data, sizeof h + h.bytes);
   if (status) say(hooks, text, "not cached: ", moe_strerror(status));

@@ -70,6 +70,7 @@ static moe_status fake_dev_open(struct moe__dev **out, const struct moe__open *h
   info->pub.compute_units = 2;
   info->pub.fp64 = !fake.no_fp64;
   info->vector_width = info->reduce_local = 1;
+  info->dl_type = FAKE_DL_TYPE;
   fake.devices++;
   return MOE_OK;
 }
@@ -119,6 +120,16 @@ static void fake_release(struct moe__dev *dev, void *handle)
   free(b);
 }
 
+/* Its own blocks, as device type FAKE_DL_TYPE. */
+static moe_status fake_adopt(struct moe__dev *dev, const struct moe__foreign *there, struct moe__adopted *here)
+{
+  (void)dev;
+  MOE__TRY(call(MOE_ERR_BACKEND, "adopt"));
+  if (there->dl_type != FAKE_DL_TYPE) return moe__fail(MOE_ERR_UNSUPPORTED, "fake: device type %d", there->dl_type);
+  *here = (struct moe__adopted){ there->data, there->offset, 0 };
+  return MOE_OK;
+}
+
 static moe_status fake_queue_open(struct moe__dev *dev, int is_lent, void *lent, struct moe__queue_be **out)
 {
   (void)is_lent;
@@ -136,6 +147,11 @@ static void fake_queue_close(struct moe__queue_be *q)
 {
   fake.queues--;
   free(q);
+}
+
+static void *fake_queue_native(const struct moe__queue_be *q)
+{
+  return q->dev;
 }
 
 /* Where the span's bytes lie; aborts where they are no memory of ours. */
@@ -246,9 +262,9 @@ static const struct moe__ops own_ops = {
 
 #define BACKEND(list)                                                                                                  \
   {                                                                                                                    \
-    "fake", fake_count, fake_probe, fake_dev_open, fake_close, fake_info, fake_alloc, fake_release, fake_queue_open,   \
-        fake_queue_close, fake_write, fake_read, fake_copy, fake_fill, fake_wait, fake_program, fake_launch,           \
-        fake_flush, list                                                                                               \
+    "fake", fake_count, fake_probe, fake_dev_open, fake_close, fake_info, fake_alloc, fake_release, fake_adopt,        \
+        fake_queue_open, fake_queue_close, fake_queue_native, fake_write, fake_read, fake_copy, fake_fill, fake_wait,  \
+        fake_program, fake_launch, fake_flush, list                                                                    \
   }
 static const struct moe__backend counting = BACKEND(NULL), own = BACKEND(&own_ops);
 

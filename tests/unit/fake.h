@@ -8,6 +8,8 @@
 
 #include "core/backend.h"
 
+enum { FAKE_DL_TYPE = 12 }; /* DLPack's "device of an extension": the data is a handle */
+
 enum fake_op {
 #define OP(name, family) FAKE_##name,
 #include "core/ops.def"

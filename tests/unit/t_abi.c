@@ -3,6 +3,7 @@
 #include "moe_test.h"
 
 #include <moe/cuda.h>
+#include <moe/dlpack.h>
 #include <moe/opencl.h>
 
 /* Structs that grow: size now; 8-byte members or char arrays, `size` first, stamped and zeroed by their init. */
@@ -135,6 +136,8 @@ static void constants(void **state)
     IS(MOE_GRAD_DOWN_BIAS, 128),
     IS(MOE_CREATE_GRAPH, 1),
     IS(MOE_ACCUMULATE, 2),
+    IS(MOE_DLPACK_READ_ONLY, 1),
+    IS(MOE_DLPACK_COPY, 2),
     IS(MOE_CHECKPOINT_CONVERT, 1),
     IS(MOE_CHECKPOINT_PARTIAL, 2),
     IS(MOE_CHECKPOINT_VERIFY, 4),

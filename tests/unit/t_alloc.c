@@ -7,11 +7,14 @@
 
 #include "config.h"
 #include "core/backend.h"
+#include "core/dlpack.h"
 #include "fake.h"
 #include "small.h"
 #if MOE_HAVE_OPENCL
 #include "opencl/loader.h"
 #endif
+
+#include <moe/dlpack.h>
 
 #include <stdatomic.h>
 
@@ -297,6 +300,37 @@ static moe_status values_step(struct rig *r)
   return moe_tensor_read(r->q, out, &r->s.io.x, 4);
 }
 
+/* Host memory through a copy, and device memory out and in again; a refused tensor is still its owner's. */
+static int deleted;
+static void delete (struct DLManagedTensorVersioned *self)
+{
+  (void)self;
+  deleted++;
+}
+static moe_status dlpack_step(struct rig *r)
+{
+  float host[12] = { 0 };
+  int64_t shape[2] = { 3, 2 }, stride[2] = { 1, 4 };
+  struct moe__dl_tensor there = { host, MOE__DL_CPU, 0, 2, MOE__DL_FLOAT, 32, 1, shape, stride, 0 };
+  struct DLManagedTensorVersioned managed = { 1, 0, NULL, delete, 0, there }, *out;
+  moe_dlpack *holder;
+  moe_tensor t;
+  deleted = 0;
+  moe_status st = moe_dlpack_import(&holder, &t, r->q, &managed, MOE_DLPACK_COPY);
+  assert_true(!st == (holder != NULL) && !deleted);
+  if (!st) st = moe_dlpack_wait(holder, r->q);
+  if (!st) st = moe_dlpack_export(&out, r->q, &t, MOE_DLPACK_COPY, NULL, NULL);
+  if (!st) out->deleter(out);
+  moe_dlpack_free(holder);
+  assert_true(deleted == (holder != NULL));
+  MOE__TRY(st);
+  MOE__TRY(moe_dlpack_export(&out, r->q, &r->s.io.x, 0, NULL, NULL));
+  st = moe_dlpack_import(&holder, &t, r->q, out, 0);
+  if (st) out->deleter(out);
+  moe_dlpack_free(holder);
+  return st;
+}
+
 static const struct step {
   const char *name;
   moe_status (*run)(struct rig *);
@@ -315,6 +349,7 @@ static const struct step {
   { "wait", wait_step },
   { "spans", span_step },
   { "values", values_step },
+  { "dlpack", dlpack_step },
 };
 enum { STEPS = sizeof steps / sizeof steps[0] };
 
