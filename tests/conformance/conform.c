@@ -6,6 +6,8 @@
 
 #include "config.h"
 
+#include <moe/experts.h>
+
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -47,7 +49,7 @@ int32_t *c_ids(struct conform *c, int64_t T, int64_t K, int64_t E, int pattern)
 int c_begin(struct conform *c, int64_t dtype, const char *format, ...)
 {
   moe_device_info info = c->ctx->info->pub;
-  if (c->broken || (dtype == MOE_F64 && !info.fp64)) return 0;
+  if (c->broken || (dtype == MOE_F64 && !(info.fp64 && (!c->other || c->other->info->pub.fp64)))) return 0;
   va_list list;
   va_start(list, format);
   int n = snprintf(c->name, sizeof c->name, "%s ", moe_dtype_name(dtype));
@@ -59,6 +61,9 @@ int c_begin(struct conform *c, int64_t dtype, const char *format, ...)
   for (const char *p = c->name; *p; p++) seed = seed * 31 + (unsigned char)*p;
   t_memory_init(&c->m, c->ctx, c->q, seed);
   if (c->effort == SMALL) c->m.guard = 0;
+  c->m.twin_ctx = c->other;
+  c->m.twin_q = c->other_q;
+  c->compare = 0;
   return 1;
 }
 
@@ -157,11 +162,40 @@ void c_check_values(struct conform *c, const char *what, const moe_tensor *t, co
   }
 }
 
+int c_other(struct conform *c, const moe_tensor *t, double *values)
+{
+  int64_t n = moe_tensor_count(t);
+  if (!c->compare) return 0;
+  t_get_twin(&c->m, t, values);
+  if (c->spoil && n) values[n / 2] = values[n / 2] > 0 ? -1 - values[n / 2] : 1 - 3 * values[n / 2]; /* NaN stays */
+  return 1;
+}
+
+/* What the two devices gave for a value: each may be off by its bound. */
+static void compare_other(struct conform *c, const char *what, const moe_tensor *t, const double *got, const num *want)
+{
+  char where[96];
+  int64_t n = moe_tensor_count(t);
+  double *other = t_host(&c->m, n, sizeof *other);
+  if (!c_other(c, t, other)) return;
+  struct ref_worst w = ref_compare_two(got, other, want, n, t->dtype, c->times);
+  if (w.at < 0) return;
+  if (w.failed)
+    c_fail(c, "%s is %.9g, and %.9g on %s: apart by more than %.3g (%lld of %lld elements)",
+           element(where, what, t, w.at), w.got, w.want, c->other->info->pub.id, w.bound, (long long)w.failed,
+           (long long)n);
+  if (!(w.share <= c->apart_share)) {
+    c->apart_share = w.share;
+    snprintf(c->apart, sizeof c->apart, "%s of %s", element(where, what, t, w.at), c->name);
+  }
+}
+
 void c_check(struct conform *c, const char *what, const moe_tensor *t, const num *want)
 {
   double *got = t_host(&c->m, moe_tensor_count(t), sizeof *got);
   t_get(&c->m, t, got);
   c_check_values(c, what, t, got, want);
+  compare_other(c, what, t, got, want);
 }
 
 void c_check_ints(struct conform *c, const char *what, const moe_tensor *t, const int32_t *want)
@@ -169,12 +203,16 @@ void c_check_ints(struct conform *c, const char *what, const moe_tensor *t, cons
   char where[96];
   int64_t n = moe_tensor_count(t);
   int32_t *got = t_ints(&c->m, n);
+  double *other = t_host(&c->m, n, sizeof *other);
+  int compare = c_other(c, t, other);
   t_get_ints(&c->m, t, got);
-  for (int64_t i = 0; i < n; i++)
-    if (got[i] != want[i]) {
-      c_fail(c, "%s is %d, wanted %d", element(where, what, t, i), (int)got[i], (int)want[i]);
-      return;
-    }
+  for (int64_t i = 0; i < n; i++) {
+    if (got[i] == want[i] && !(compare && other[i] != want[i])) continue;
+    if (got[i] != want[i]) c_fail(c, "%s is %d, wanted %d", element(where, what, t, i), (int)got[i], (int)want[i]);
+    else
+      c_fail(c, "%s is %d, and %.9g on %s", element(where, what, t, i), (int)got[i], other[i], c->other->info->pub.id);
+    return;
+  }
 }
 
 /* ---- the implementation under test, forced ---------------------------------------------------------------------- */
@@ -207,7 +245,36 @@ static int finished(struct conform *c, moe_status status, int pass)
   return 1;
 }
 
+static void finished_other(struct conform *c, moe_status status, const char *id, int tensor)
+{
+  if (!status) status = moe_queue_wait(c->other_q);
+  if (!status) {
+    t_download_twin(&c->m);
+    status = c->m.status;
+  }
+  if (status) c_fail(c, "%s on %s: %s: %s", id, c->other->info->pub.id, moe_strerror(status), moe_last_error());
+  c->compare = !status;
+  c->times = tensor && !c->tensor ? 3 : 2; /* sums on matrix units may err twice as much (ref_addition) */
+}
+
+/* The same case on the other device, from the same bytes: by the implementation of that name where it has it, else
+   by the first that can. */
 #define OP(op, family)                                                                                                 \
+  static void run_other_##op(struct conform *c, const struct moe__args_##op *args)                                     \
+  {                                                                                                                    \
+    struct moe__args_##op there = *args;                                                                               \
+    const struct moe__impl_##op *impl = NULL, *at;                                                                     \
+    struct moe__why why;                                                                                               \
+    if (!c->other || c->m.has_huge) return;                                                                            \
+    t_for_twin(&c->m, &there, sizeof there);                                                                           \
+    for (int i = 0; (at = moe__impl_##op##_at(c->other, i)); i++)                                                      \
+      if (!strcmp(at->id, c->id) && !at->can(c->other->info, &there, &why)) impl = at;                                 \
+    if (!impl) impl = moe__pick_##op(c->other, &there, MOE_AUTO, &why);                                                \
+    moe_status st = impl->program[0] ? c->other->be->program(c->other->dev, impl->program, (int)there.dtype) : MOE_OK; \
+    if (!st) t_upload_twin(&c->m);                                                                                     \
+    if (!st) st = c->m.status ? c->m.status : impl->run(c->other_q, &there);                                           \
+    finished_other(c, st, impl->id, (impl->flags & MOE__TENSOR) != 0);                                                 \
+  }                                                                                                                    \
   int c_run_##op(struct conform *c, const struct moe__args_##op *args)                                                 \
   {                                                                                                                    \
     const struct moe__impl_##op *impl = c->impl;                                                                       \
@@ -222,6 +289,7 @@ static int finished(struct conform *c, moe_status status, int pass)
       t_upload(&c->m);                                                                                                 \
       good = finished(c, c->m.status ? c->m.status : impl->run(c->q, args), pass);                                     \
     }                                                                                                                  \
+    if (good) run_other_##op(c, args);                                                                                 \
     return good;                                                                                                       \
   }
 #include "core/ops.def"
@@ -289,6 +357,8 @@ static int run_test(struct conform *c, const struct test *t)
   c->tensor = t->tensor;
   c->share = 0;
   snprintf(c->worst, sizeof c->worst, "all exact");
+  c->apart_share = 0;
+  snprintf(c->apart, sizeof c->apart, "all equal");
   if (t->cases) t->cases(c);
   int result = c->failures ? 0 : 1;
   if (!t->impl) {
@@ -299,6 +369,7 @@ static int run_test(struct conform *c, const struct test *t)
     result = t->expected && c->effort != SMALL ? 0 : -1;
   } else {
     printf("  %s: %lld cases, worst error %.3g of its bound (%s)\n", t->id, (long long)c->cases, c->share, c->worst);
+    if (c->other) printf("  %s: worst difference %.3g of both bounds (%s)\n", t->id, c->apart_share, c->apart);
   }
   printf("%s %s\n", result > 0 ? "[       OK ]" : result ? "[  SKIPPED ]" : "[  FAILED  ]", t->id);
   fflush(stdout);
@@ -308,16 +379,20 @@ static int run_test(struct conform *c, const struct test *t)
 /* ---- the program --------------------------------------------------------------------------------------------------- */
 static const char usage[] =
     "usage: moe-conform [--device NAME] [--op NAME] [--impl ID] [--portable] [--long | --sanitize-small] [--list]\n"
+    "                   [--against NAME]\n"
     "Tests a device: every operation, each of its implementations, against a reference in double precision.\n"
     "  --device NAME      cuda, opencl:gpu, opencl:cpu, opencl:PLATFORM:DEVICE; as moe_context_desc takes it\n"
     "  --op NAME          only this operation            --impl ID    only this implementation\n"
     "  --portable         only the portable ones         --list       print what there is and run nothing\n"
+    "  --against NAME     also run each case on a second device, from the same bytes, and compare the two: values may\n"
+    "                     be apart by the sum of both bounds, integers not at all (ids where the margins allow)\n"
+    "  --spoil            spoil what the second device gave: every comparison must fail (this program's own test)\n"
     "  --long             more and larger cases          --sanitize-small  few small ones, for slow checkers\n"
     "Exit status: 0 all passed, 1 some failed, 2 wrong usage, 77 there is no such device.\n";
 
 struct options {
-  const char *device, *op, *impl;
-  int portable, list;
+  const char *device, *op, *impl, *against;
+  int portable, list, spoil;
   enum effort effort;
 };
 
@@ -328,6 +403,8 @@ static int parse(struct options *o, int argc, char **argv)
     if (!strcmp(argv[i], "--device")) value = &o->device;
     else if (!strcmp(argv[i], "--op")) value = &o->op;
     else if (!strcmp(argv[i], "--impl")) value = &o->impl;
+    else if (!strcmp(argv[i], "--against")) value = &o->against;
+    else if (!strcmp(argv[i], "--spoil")) o->spoil = 1;
     else if (!strcmp(argv[i], "--portable")) o->portable = 1;
     else if (!strcmp(argv[i], "--list")) o->list = 1;
     else if (!strcmp(argv[i], "--long")) o->effort = LONG;
@@ -369,6 +446,8 @@ static int run_tests(struct conform *c, const struct tests *all)
 {
   int failed = 0, skipped = 0;
   printf("device %s: %s (%s)\n", c->ctx->info->pub.id, c->ctx->info->pub.name, c->ctx->info->pub.driver);
+  if (c->other)
+    printf("against %s: %s (%s)\n", c->other->info->pub.id, c->other->info->pub.name, c->other->info->pub.driver);
   printf("[==========] Running %d test(s).\n", all->n);
   for (int i = 0; i < all->n; i++) {
     int result = run_test(c, &all->list[i]);
@@ -378,6 +457,14 @@ static int run_tests(struct conform *c, const struct tests *all)
   printf("[==========] %d test(s) run.\n", all->n);
   printf("%d passed, %d failed, %d skipped\n", all->n - failed - skipped, failed, skipped);
   return failed ? 1 : 0;
+}
+
+static moe_status open_device(moe_context **ctx, moe_queue **q, const char *name)
+{
+  moe_context_desc desc = moe_context_desc_init();
+  desc.device = name;
+  MOE__TRY(moe_context_create(ctx, &desc));
+  return moe_queue_create(q, *ctx);
 }
 
 int main(int argc, char **argv)
@@ -390,17 +477,17 @@ int main(int argc, char **argv)
     fputs(usage, stdout);
     return 0;
   }
-  if (!parse(&o, argc, argv)) {
+  if (!parse(&o, argc, argv) || (o.spoil && !o.against)) {
     fputs(usage, stderr);
     return 2;
   }
   c.effort = o.effort;
   c.runs = o.effort == LONG ? 6 : 2;
-  moe_context_desc desc = moe_context_desc_init();
-  desc.device = o.device;
-  moe_status status = moe_context_create(&c.ctx, &desc);
-  if (!status) status = moe_queue_create(&c.q, c.ctx);
-  if (status == MOE_ERR_NO_DEVICE && !required(o.device)) {
+  c.spoil = o.spoil;
+  const char *device = o.device;
+  moe_status status = open_device(&c.ctx, &c.q, device);
+  if (!status && o.against) status = open_device(&c.other, &c.other_q, device = o.against);
+  if (status == MOE_ERR_NO_DEVICE && !required(device)) {
     printf("SKIP: %s\n", moe_last_error());
     rc = 77;
   } else if (status) {
@@ -414,6 +501,8 @@ int main(int argc, char **argv)
     rc = all.n == 0 ? 2 : o.list ? 0 : run_tests(&c, &all);
   }
   free(all.list);
+  moe_queue_free(c.other_q);
+  moe_context_free(c.other);
   moe_queue_free(c.q);
   moe_context_free(c.ctx);
   return rc;

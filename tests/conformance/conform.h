@@ -22,8 +22,8 @@
 enum effort { SMALL, SHORT, LONG }; /* for sanitizers; make check; make check-long */
 
 struct conform {
-  moe_context *ctx;
-  moe_queue *q;
+  moe_context *ctx, *other; /* other: the device to compare with, or NULL */
+  moe_queue *q, *other_q;
   enum effort effort;
   int runs;          /* of each case, from the same memory and with equal results */
   const char *id;    /* the implementation under test */
@@ -35,6 +35,11 @@ struct conform {
   int broken;   /* its program cannot be built: no more cases */
   double share; /* worst error as a share of its bound */
   char worst[256];
+  int compare;        /* the other device has run the present case */
+  int spoil;          /* spoil what it gave */
+  double times;       /* how many bounds of ours the two may be apart */
+  double apart_share; /* the worst difference as a share of that */
+  char apart[256];
 };
 
 /* Starts a case in the arithmetic of dtype; 0 where the device lacks it, or the program could not be built. */
@@ -53,6 +58,8 @@ moe_tensor c_inout(struct conform *c, int64_t dtype, int layout, const num *valu
 moe_tensor c_health(struct conform *c);
 
 void c_check(struct conform *c, const char *what, const moe_tensor *t, const num *want);
+/* What the other device gave; 0: there is none, or it has not run the case. */
+int c_other(struct conform *c, const moe_tensor *t, double *values);
 /* The same for values already read, of t's shape and dtype. */
 void c_check_values(struct conform *c, const char *what, const moe_tensor *t, const double *got, const num *want);
 void c_check_ints(struct conform *c, const char *what, const moe_tensor *t, const int32_t *want);

@@ -21,6 +21,29 @@ static num *make_logits(struct conform *c, int64_t T, int64_t E, int64_t type, e
 }
 
 /* Runs select and checks its ids (and weights) whatever the inputs. */
+/* Of the other device's ids: each token's are the same, or as right. */
+static int same_ids(struct conform *c, const struct select_how *h, const moe_tensor *t, const int32_t *ids,
+                    const num *logits, const num *bias)
+{
+  int64_t K = h->s.K;
+  double *other = t_host(&c->m, h->T * K, sizeof *other);
+  int32_t *theirs = t_ints(&c->m, h->T * K);
+  int same = 1;
+  if (!c_other(c, t, other)) return 1;
+  for (int64_t i = 0; i < h->T * K; i++) {
+    theirs[i] = (int32_t)other[i];
+    same &= theirs[i] == ids[i];
+  }
+  for (int64_t i = 0; i < h->T && !same; i++) {
+    const char *wrong = ref_select_check(theirs + i * K, logits + i * h->E, bias, h->E, h->s);
+    if (wrong) {
+      c_fail(c, "token %lld on %s: %s (first id %d)", (long long)i, c->other->info->pub.id, wrong, (int)theirs[i * K]);
+      break;
+    }
+  }
+  return same;
+}
+
 static void select_run(struct conform *c, int64_t dtype, struct select_how h, const num *logits, const num *bias)
 {
   struct moe__args_select args = { .dtype = dtype, .T = h.T, .E = h.E, .select = h.s };
@@ -40,6 +63,7 @@ static void select_run(struct conform *c, int64_t dtype, struct select_how h, co
       return;
     }
   }
+  if (!same_ids(c, &h, &args.ids, ids, logits, bias)) c->compare = 0; /* other ids, other weights */
   /* With NaN among the logits a renormalized weight may or may not see it: the plan drops what is not finite. */
   if (h.weights && h.logits != NANS) {
     ref_select_weights(want, ids, logits, h.T, h.E, h.s);

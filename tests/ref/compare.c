@@ -20,16 +20,35 @@ static double bound_of(double got, num want, int64_t dtype, double *err)
   return e + ref_rounding(largest, dtype);
 }
 
+/* Takes element i, whose error and bound these are. */
+static void take(struct ref_worst *w, int64_t i, double err, double bound, double got, double want)
+{
+  int bad = !(err <= bound);
+  double share = bad && !(err < HUGE_VAL) ? HUGE_VAL : err > 0 ? err / bound : 0;
+  w->failed += bad;
+  if (w->at < 0 || share > w->share) *w = (struct ref_worst){ share, i, w->failed, got, want, bound };
+}
+
 struct ref_worst ref_compare(const double *got, const num *want, int64_t n, int64_t dtype)
 {
   struct ref_worst worst = { .at = -1 };
   for (int64_t i = 0; i < n; i++) {
     double err, bound = bound_of(got[i], want[i], dtype, &err);
-    int bad = !(err <= bound);
-    double share = bad && !(err < HUGE_VAL) ? HUGE_VAL : err > 0 ? err / bound : 0;
-    worst.failed += bad;
-    if (worst.at < 0 || share > worst.share)
-      worst = (struct ref_worst){ share, i, worst.failed, got[i], want[i].v, bound };
+    take(&worst, i, err, bound, got[i], want[i].v);
+  }
+  return worst;
+}
+
+struct ref_worst ref_compare_two(const double *got, const double *other, const num *want, int64_t n, int64_t dtype,
+                                 double times)
+{
+  struct ref_worst worst = { .at = -1 };
+  for (int64_t i = 0; i < n; i++) {
+    double mine, theirs, bound = times * bound_of(got[i], want[i], dtype, &mine), err = fabs(got[i] - other[i]);
+    (void)bound_of(other[i], want[i], dtype, &theirs);
+    /* Equal, or both what NaN or infinity stands for. */
+    if (got[i] == other[i] || (isnan(got[i]) && isnan(other[i])) || (isinf(err) && mine == 0 && theirs == 0)) err = 0;
+    take(&worst, i, err, bound, got[i], other[i]);
   }
   return worst;
 }

@@ -14,6 +14,10 @@ struct ref_worst {
   int64_t failed; /* elements past their bound */
   double got, want, bound;
 };
+/* The same between two devices, each within its own bound: |got - other| <= `times` of that bound (2; more where one of
+   them may err more than `want` says). */
+struct ref_worst ref_compare_two(const double *got, const double *other, const num *want, int64_t n, int64_t dtype,
+                                 double times);
 struct ref_worst ref_compare(const double *got, const num *want, int64_t n, int64_t dtype);
 
 #endif

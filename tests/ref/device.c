@@ -6,10 +6,11 @@
 
 struct t_block {
   struct t_block *next;
-  moe_span span;
+  moe_span span, twin;
   uint64_t bytes;                     /* mirrored: all, or none of a huge one */
   unsigned char *sent, *got, *before; /* what was uploaded, downloaded last, and downloaded before that */
   unsigned char *own;                 /* 1 for each byte the kernel may write */
+  unsigned char *theirs;              /* downloaded from the twin */
   int64_t dtype;
 };
 struct t_host {
@@ -28,10 +29,12 @@ void t_memory_free(struct t_memory *m)
     struct t_block *b = m->blocks;
     m->blocks = b->next;
     moe_span_free(m->ctx, &b->span);
+    moe_span_free(m->twin_ctx, &b->twin);
     free(b->sent);
     free(b->got);
     free(b->before);
     free(b->own);
+    free(b->theirs);
     free(b);
   }
   while (m->hosts) {
@@ -91,6 +94,11 @@ moe_tensor t_tensor(struct t_memory *m, int64_t dtype, int layout, int rank, con
   for (uint64_t i = 0; i < bytes; i++) b->sent[i] = pattern(i);
   allocate(m, b, &t, bytes);
   b->bytes = b->span.bytes;
+  if (m->twin_ctx) {
+    b->theirs = must(malloc(bytes + 1));
+    moe_status status = moe_span_alloc(&b->twin, m->twin_ctx, bytes);
+    if (status && !m->status) m->status = status;
+  }
   return t;
 }
 
@@ -101,6 +109,7 @@ moe_tensor t_huge(struct t_memory *m, int64_t dtype, uint8_t byte, int rank, con
   for (int d = rank - 1; d >= 0; stride *= shape[d--]) t.shape[d] = shape[d], t.stride[d] = stride;
   struct t_block *b = must(calloc(1, sizeof *b));
   b->dtype = dtype;
+  m->has_huge = 1;
   allocate(m, b, &t, (uint64_t)stride * moe_dtype_size(dtype));
   if (!m->status) m->status = moe_span_fill(m->q, b->span, byte);
   return t;
@@ -269,6 +278,37 @@ void t_download(struct t_memory *m)
   }
 }
 
+/* ---- the twin ----------------------------------------------------------------------------------------------- */
+void t_upload_twin(struct t_memory *m)
+{
+  for (struct t_block *b = m->blocks; b && !m->status; b = b->next)
+    m->status = moe_span_write(m->twin_q, b->twin, b->sent, b->bytes);
+}
+
+void t_download_twin(struct t_memory *m)
+{
+  for (struct t_block *b = m->blocks; b && !m->status; b = b->next)
+    m->status = moe_span_read(m->twin_q, b->theirs, b->twin, b->bytes);
+}
+
+void t_get_twin(struct t_memory *m, const moe_tensor *t, double *values)
+{
+  struct t_block *b = block_of(m, t);
+  int64_t n = b ? moe_tensor_count(t) : 0;
+  for (int64_t i = 0; i < n; i++) values[i] = decode(b->theirs + place(b, t, i), t->dtype);
+}
+
+void t_for_twin(const struct t_memory *m, void *args, size_t bytes)
+{
+  for (void **word = args; bytes >= sizeof *word; word++, bytes -= sizeof *word)
+    for (const struct t_block *b = m->blocks; b; b = b->next)
+      if (*word && *word == b->span.handle) {
+        *word = b->twin.handle;
+        break;
+      }
+}
+
+/* ---- checks ------------------------------------------------------------------------------------------------- */
 const char *t_guards(struct t_memory *m)
 {
   static _Thread_local char text[160];

@@ -19,6 +19,9 @@ struct t_memory {
   uint64_t seed;  /* of the random values */
   struct t_block *blocks;
   struct t_host *hosts;
+  moe_context *twin_ctx; /* a second device with the same blocks, set before the first; NULL: none */
+  moe_queue *twin_q;
+  int has_huge; /* a block without mirror, which the twin does not have */
 };
 void t_memory_init(struct t_memory *m, moe_context *ctx, moe_queue *q, uint64_t seed);
 /* Frees every block and host array. */
@@ -57,6 +60,12 @@ void t_get_ints(struct t_memory *m, const moe_tensor *t, int32_t *values);
 /* All blocks, to the device and back (waits). */
 void t_upload(struct t_memory *m);
 void t_download(struct t_memory *m);
+/* The same for the twin, and what came from it. */
+void t_upload_twin(struct t_memory *m);
+void t_download_twin(struct t_memory *m);
+void t_get_twin(struct t_memory *m, const moe_tensor *t, double *values);
+/* Arguments of a kernel, `bytes` of them: every tensor in them becomes the twin's. */
+void t_for_twin(const struct t_memory *m, void *args, size_t bytes);
 /* NULL, or what was written where nothing may be (the text is the thread's until the next call). */
 const char *t_guards(struct t_memory *m);
 /* Are the last two downloads equal, bit for bit? */
