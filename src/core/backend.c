@@ -74,6 +74,12 @@ int64_t moe__map_groups(const moe_queue *q, int64_t n)
   return groups < most ? groups : most;
 }
 
+static int allowed(int flags, int64_t strategy)
+{
+  if ((flags & MOE__EXPERIMENTAL) && !MOE_WITH_EXPERIMENTAL) return 0;
+  return strategy == MOE_AUTO || (flags & (strategy == MOE_SCALAR ? MOE__PORTABLE : MOE__TENSOR));
+}
+
 #define OP(name, family)                                                                                               \
   const struct moe__impl_##name *moe__impl_##name##_at(const moe_context *ctx, int i)                                  \
   {                                                                                                                    \
@@ -82,10 +88,6 @@ int64_t moe__map_groups(const moe_queue *q, int64_t n)
     while (list && list[n].id) n++;                                                                                    \
     return i < n ? &list[i] : i == n ? &moe__portable_##name : NULL;                                                   \
   }                                                                                                                    \
-  static int allowed_##name(const struct moe__impl_##name *impl, int64_t strategy)                                     \
-  {                                                                                                                    \
-    return strategy == MOE_AUTO || (impl->flags & (strategy == MOE_SCALAR ? MOE__PORTABLE : MOE__TENSOR));             \
-  }                                                                                                                    \
   const struct moe__impl_##name *moe__pick_##name(const moe_context *ctx, const struct moe__args_##name *args,         \
                                                   int64_t strategy, struct moe__why *why)                              \
   {                                                                                                                    \
@@ -93,7 +95,7 @@ int64_t moe__map_groups(const moe_queue *q, int64_t n)
     if (why) why->text[0] = 0;                                                                                         \
     for (int i = 0; (impl = moe__impl_##name##_at(ctx, i)); i++) {                                                     \
       struct moe__why own = { "" };                                                                                    \
-      if (!allowed_##name(impl, strategy)) continue;                                                                   \
+      if (!allowed(impl->flags, strategy)) continue;                                                                   \
       if (impl->can(ctx->info, args, &own) == MOE_OK) return impl;                                                     \
       if (why) snprintf(why->text, sizeof why->text, "%.40s: %.110s", impl->id, own.text);                             \
     }                                                                                                                  \
@@ -107,7 +109,7 @@ int64_t moe__map_groups(const moe_queue *q, int64_t n)
     if (!moe__pick_##name(ctx, args, strategy, &why))                                                                  \
       return moe__fail(MOE_ERR_UNSUPPORTED, "%s: %s", ctx->info->pub.id, why.text);                                    \
     for (int i = 0; (impl = moe__impl_##name##_at(ctx, i)); i++) {                                                     \
-      if (!allowed_##name(impl, strategy) || impl->can(ctx->info, args, &why)) continue;                               \
+      if (!allowed(impl->flags, strategy) || impl->can(ctx->info, args, &why)) continue;                               \
       if (impl->program[0]) MOE__TRY(ctx->be->program(ctx->dev, impl->program, (int)args->dtype));                     \
       if (impl->flags & MOE__TOTAL) break;                                                                             \
     }                                                                                                                  \

@@ -166,7 +166,8 @@ moe_status moe__cannot(struct moe__why *why, const char *format, ...) __attribut
 /* TOTAL: `can` looks at the device, dtypes and the strides of expert weights only: what create knows.  Never at
    counts, addresses or other strides; so where it said yes at create, nothing behind it in the list needs to be
    compiled. */
-enum { MOE__PORTABLE = 1, MOE__TENSOR = 2, MOE__TOTAL = 4 };
+/* EXPERIMENTAL: passed over but in builds with --enable-experimental; tested like any other (moe-conform forces it). */
+enum { MOE__PORTABLE = 1, MOE__TENSOR = 2, MOE__TOTAL = 4, MOE__EXPERIMENTAL = 8 };
 
 /* For each op: a list of these, best first.  `can` returns MOE_OK or MOE_ERR_UNSUPPORTED with the reason;
    it looks at args (shapes, strides, dtypes, alignment of handle and offset) and device facts only, and with all

@@ -2,6 +2,7 @@
    launches (nothing that was not asked for), the choice of implementations, and lifetimes. */
 #include "moe_test.h"
 
+#include "config.h"
 #include "core/arena.h"
 #include "core/backend.h"
 #include "fake.h"
@@ -476,6 +477,30 @@ static void matrix_units_are_refused_where_there_are_none(void **state)
 }
 
 /* Forward and backward choose apart from each other. */
+/* The device's own clipping, said to be experimental: chosen where the build asks for such, and listed everywhere. */
+static void experimental_kernels_are_for_builds_that_ask(void **state)
+{
+  struct moe__impl_clip list[2] = { { 0 } };
+  struct moe__ops ops = { .clip = list };
+  struct moe__args_clip args = { .dtype = MOE_F32 };
+  struct moe__why why;
+  (void)state;
+  fake.own_ops = 1;
+  moe_queue *q = open_queue();
+  const struct moe__backend *be = q->ctx->be;
+  struct moe__backend changed = *be;
+  list[0] = be->ops->clip[0];
+  list[0].flags |= MOE__EXPERIMENTAL;
+  changed.ops = &ops;
+  q->ctx->be = &changed;
+  assert_ptr_equal(moe__impl_clip_at(q->ctx, 0), list);
+  assert_ptr_equal(moe__pick_clip(q->ctx, &args, MOE_AUTO, &why), MOE_WITH_EXPERIMENTAL ? list : &moe__portable_clip);
+  assert_ptr_equal(moe__pick_clip(q->ctx, &args, MOE_TENSOR, &why), MOE_WITH_EXPERIMENTAL ? list : NULL);
+  q->ctx->be = be;
+  assert_ptr_equal(moe__pick_clip(q->ctx, &args, MOE_AUTO, &why), &be->ops->clip[0]);
+  moe_queue_free(q);
+}
+
 static void strategies_choose_their_implementations(void **state)
 {
   (void)state;
@@ -733,6 +758,7 @@ int main(void)
     TEST(a_shorter_state_is_filled_as_far_as_it_goes),
     TEST(a_frozen_layer_launches_no_weight_gradients),
     TEST(matrix_units_are_refused_where_there_are_none),
+    TEST(experimental_kernels_are_for_builds_that_ask),
     TEST(strategies_choose_their_implementations),
     TEST(what_cannot_serve_is_passed_over_or_refused),
     TEST(explain_names_every_step),
