@@ -7,6 +7,8 @@
 #define ALIGNMENT 256
 #define HOST_CHUNK ((uint64_t)64 << 10)
 
+static const moe_value no_value;
+
 /* ---- errors, values, memory ------------------------------------------------------------------------------------ */
 void moe__tape_fail(moe_tape *t, moe_status st)
 {
@@ -198,8 +200,7 @@ void moe__tape_record_all(moe_tape *t, struct moe__node *n, const moe_tensor *te
 moe_value moe__tape_record(moe_tape *t, struct moe__node *n, moe_tensor tensor)
 {
   moe__tape_record_all(t, n, &tensor);
-  if (t->status) return (moe_value){ 0 };
-  return n->out[0];
+  return t->status ? no_value : n->out[0];
 }
 
 void moe__tape_forget(moe_tape *t, int64_t node, int64_t value)
@@ -334,7 +335,7 @@ static moe_value leaf(moe_tape *t, const moe_tensor *tensor, const moe_tensor *g
     return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: grad wants the shape of the tensor, packed, a float (f64 with f64 only)",
                      fn);
   if (grad && !grow(t, (void **)&t->params, &t->room_params, t->n_params, sizeof *t->params)) return (moe_value){ 0 };
-  moe_value v = needs ? moe__segment_replay_leaf(t, tensor, grad) : (moe_value){ 0 };
+  moe_value v = needs ? moe__segment_replay_leaf(t, tensor, grad) : no_value;
   if (v.id || t->status) return v;
   v = moe__tape_value(t, *tensor, needs);
   if (v.id && grad) {
@@ -477,7 +478,7 @@ void moe__tape_through_expansion(moe_tape *t, struct moe__node *n, const moe_val
   t->recording = recording;
   for (int64_t i = 0; i < n->n_out && !t->status; i++) {
     if (!out[i].id || !dout[i].id || !moe__tape_at(t, out[i])->needs_grad) continue;
-    moe__tape_at(t, out[i])->joins = moe__tape_at(t, n->out[i])->joins;
+    moe__tape_at(t, out[i])->joins |= moe__tape_at(t, n->out[i])->joins;
     moe__tape_contribute(t, out[i], dout[i]);
   }
   for (int64_t i = t->n_nodes - 1; i >= first && !t->status; i--) step_back(t, i);
@@ -626,7 +627,7 @@ moe_status moe_tape_gradients(moe_value *grads, moe_tape *t, const moe_value *of
   if (!t->status && (flags & ~(int64_t)(MOE_CREATE_GRAPH | MOE_DECOMPOSE)))
     moe__tape_fail(t, moe__fail(MOE_ERR_INVALID, "%s: flags 0x%llx", fn, (unsigned long long)flags));
   for (int64_t i = 0; i < n_wrt && !t->status; i++) (void)moe__tape_look(t, wrt[i], fn);
-  for (int64_t i = 0; t->status && grads && i < n_wrt; i++) grads[i] = (moe_value){ 0 };
+  for (int64_t i = 0; t->status && grads && i < n_wrt; i++) grads[i] = no_value;
   if (t->status) return moe_tape_status(t);
 
   /* The walk may run inside another one (a custom function's backward): that one's gradients are put aside. */
@@ -656,7 +657,7 @@ moe_status moe_tape_gradients(moe_value *grads, moe_tape *t, const moe_value *of
   }
   t->order--;
   for (int64_t i = 0; i < n_wrt; i++) /* last: grads may be `of`, or wrt */
-    grads[i] = t->status ? (moe_value){ 0 } : moe__tape_at(t, wrt[i])->grad;
+    grads[i] = t->status ? no_value : moe__tape_at(t, wrt[i])->grad;
   for (int64_t i = 0; outer && i < n_outer; i++) {
     struct moe__value *v = &t->values[i / MOE__PAGE][i % MOE__PAGE];
     v->grad = outer[i].grad;

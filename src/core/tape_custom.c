@@ -7,6 +7,8 @@
 #define OUT_MAX 512 /* and gives; their tensors are one piece of the tape's host memory */
 #define CALLBACKS_MAX 64
 
+static const moe_value none;
+
 /* ---- running a function of the caller ------------------------------------------------------------------------------ */
 /* What is put back whatever the function does. */
 struct before {
@@ -71,10 +73,7 @@ static int arrays(moe_tape *t, const char *fn, const moe_value *out, int64_t n_o
 /* The results of a call, null after an error: last, since `out` may be the caller's `in`. */
 static moe_status finish(moe_tape *t, moe_value *out, int64_t n_out, const struct moe__node *n)
 {
-  for (int64_t i = 0; out && i < n_out && n_out <= OUT_MAX; i++) {
-    out[i] = (moe_value){ 0 };
-    if (n && !t->status) out[i] = n->out[i];
-  }
+  for (int64_t i = 0; out && i < n_out && n_out <= OUT_MAX; i++) out[i] = t->status || !n ? none : n->out[i];
   return moe_tape_status(t);
 }
 
@@ -171,7 +170,7 @@ moe_status moe_tape_custom(moe_value *out, moe_tape *t, const moe_function *give
 moe_value moe_tape_empty(moe_tape *t, int64_t dtype, int64_t rank, const int64_t *shape)
 {
   static const char fn[] = "moe_tape_empty";
-  if (!t || t->status) return (moe_value){ 0 };
+  if (!t || t->status) return none;
   if (!moe_dtype_size(dtype) || rank < 0 || rank > MOE_RANK_MAX || (rank && !shape))
     return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: dtype %lld, rank %lld, or no shape", fn, (long long)dtype,
                      (long long)rank);
@@ -273,7 +272,7 @@ void moe__segment_keep(moe_tape *t, const moe_tensor *ids)
 moe_value moe__segment_replay_leaf(moe_tape *t, const moe_tensor *tensor, const moe_tensor *grad)
 {
   const struct kept *k = replay(t, 1);
-  if (!k) return (moe_value){ 0 };
+  if (!k) return none;
   struct moe__value *v = moe__tape_at(t, k->leaf);
   if (v->t.dtype != tensor->dtype || !moe__same_shape(&v->t, tensor) ||
       v->bound.handle != (grad ? grad->handle : NULL) || (grad && v->bound.offset != grad->offset))
