@@ -52,7 +52,7 @@ static void spread(num *values, int repeat, int rank, const int64_t *shape)
   }
 }
 
-/* "2x3x5 bf16 1/7/2": type, layout, order, repeat */
+/* "[2,3,5]" */
 static const char *shape_text(char text[64], int rank, const int64_t *shape)
 {
   int n = snprintf(text, 64, "[");
