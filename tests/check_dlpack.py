@@ -1,4 +1,4 @@
-"""check-dlpack.py LIBRARY : tensors between libmoe and PyTorch through DLPack capsules, on the device of MOE_TEST_DEVICE.
+"""check_dlpack.py LIBRARY : tensors between libmoe and PyTorch through DLPack capsules, on the device of MOE_TEST_DEVICE.
 
 On an OpenCL device the tensors are torch's of the CPU (in place where the device is a CPU, else copied); on a CUDA device
 they are torch's of the GPU, in place. Prints CMocka's lines, which the driver counts; exit status 77 is a skip.
