@@ -24,7 +24,7 @@ end() { # end STATUS : 0 is good
 }
 losses() { sed 's/.*"loss": \([^,]*\),.*/\1/' "$1"; }
 
-echo '[==========] Running 8 test(s).'
+echo '[==========] Running 9 test(s).'
 
 begin same_seed_same_losses
 for run in 1 2; do
@@ -35,6 +35,14 @@ done
 losses "$work/metrics.3" >"$work/losses.3"
 test "`wc -l <"$work/losses.1"`" -eq 8 && cmp "$work/losses.1" "$work/losses.2" >>"$work/log" &&
   ! cmp -s "$work/losses.1" "$work/losses.3"
+end $?
+
+# It changes no number, and where the rate is absurd it names an operation.
+begin health_names_the_operation
+./train_lm $small --data "$work/text" --steps 8 --seed 7 --health --metrics "$work/metrics.4" >"$work/log" 2>&1 &&
+  losses "$work/metrics.4" >"$work/losses.4" && cmp "$work/losses.1" "$work/losses.4" >>"$work/log" &&
+  ! ./train_lm $small --data "$work/text" --steps 50 --rate 1e20 --health >>"$work/log" 2>&1 &&
+  grep -q 'moe_queue_wait: gradient of [a-z_]*, input [0-9]*, element' "$work/log"
 end $?
 
 begin it_learns
@@ -94,7 +102,6 @@ test $ok = 0 && other 'has text .*, this training 2000 bytes' --data "$work/othe
 test $ok = 0 && other "$work/cut" --data "$work/text" --resume "$work/cut"
 test $ok = 0 && other "$work/missing" --data "$work/text" --resume "$work/missing"
 end $ok
-
 begin refusals
 : >"$work/empty"
 echo tiny >"$work/tiny"
@@ -123,5 +130,5 @@ kill -INT $pid
 wait $pid && grep -q '^interrupted after' "$work/log" && grep -q 'this model' "$work/log"
 end $?
 
-echo '[==========] 8 test(s) run.'
+echo '[==========] 9 test(s) run.'
 exit $failed

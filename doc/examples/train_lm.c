@@ -34,6 +34,7 @@ struct options {
   const char *device, *metrics, *save, *resume;
   int64_t dtype, context, embed, width, ff, experts, top_k, blocks, batch, steps, seed, save_every, until;
   double seconds, rate, balance;
+  int health;
 };
 
 static const struct {
@@ -56,6 +57,7 @@ static const struct {
   { "blocks N", "residual blocks (default 3)" },
   { "rate R", "peak learning rate (default 0.002)" },
   { "balance C", "coefficient of the balance loss (default 0.01)" },
+  { "health", "look at every gradient; stop at one that is not finite, naming the operation" },
   { "metrics FILE", "one JSON object a step" },
   { "save FILE", "a checkpoint (safetensors) of the whole training, when it stops" },
   { "save-every N", "and after every N steps" },
@@ -280,7 +282,9 @@ static int build(struct model *m)
   cd.device = o->device;
   TRY(moe_context_create(&m->ctx, &cd));
   TRY(moe_queue_create(&m->q, m->ctx));
-  TRY(moe_tape_create(&m->tape, m->q, NULL));
+  moe_tape_desc td = moe_tape_desc_init();
+  td.health_policy = o->health ? MOE_HEALTH_POLICY_FAIL : MOE_HEALTH_POLICY_OFF;
+  TRY(moe_tape_create(&m->tape, m->q, &td));
 
   moe_selection_options selection = moe_selection_options_init();
   selection.kind = MOE_SELECT_SOFTMAX;
@@ -562,6 +566,8 @@ static int train(struct model *m, const struct text *t, FILE *metrics)
     int last = step == end || (o->seconds > 0 && spent > o->seconds);
     if (o->seconds > 0 && left > o->seconds - spent) left = o->seconds - spent > 0 ? o->seconds - spent : 0;
     int show = last || taken == 1 || t1 - shown > (terminal ? 0.25 : 10);
+    /* The gradients' record keeps the first bad one, so it can be asked for now and then. */
+    if (o->health && (show || !isfinite(value))) TRY(moe_queue_wait(m->q));
     if (show || metrics) {
       moe_layer_metrics load = moe_layer_metrics_init();
       imbalance = 0;
@@ -680,6 +686,7 @@ static int parse(int argc, char **argv, struct options *o, struct text *t)
     BLOCKS,
     RATE,
     BALANCE,
+    HEALTH,
     METRICS,
     SAVE,
     SAVE_EVERY,
@@ -703,6 +710,7 @@ static int parse(int argc, char **argv, struct options *o, struct text *t)
                                          { "blocks", 1, 0, BLOCKS },
                                          { "rate", 1, 0, RATE },
                                          { "balance", 1, 0, BALANCE },
+                                         { "health", 0, 0, HEALTH },
                                          { "metrics", 1, 0, METRICS },
                                          { "save", 1, 0, SAVE },
                                          { "save-every", 1, 0, SAVE_EVERY },
@@ -736,6 +744,7 @@ static int parse(int argc, char **argv, struct options *o, struct text *t)
     case BLOCKS: ok = whole_number("blocks", optarg, 1, MAX_BLOCKS, &o->blocks); break;
     case RATE: ok = number("rate", optarg, 1e-12, &o->rate); break;
     case BALANCE: ok = number("balance", optarg, 0, &o->balance); break;
+    case HEALTH: o->health = 1; break;
     case METRICS: o->metrics = optarg; break;
     case SAVE: o->save = optarg; break;
     case SAVE_EVERY: ok = whole_number("save-every", optarg, 1, 1000000000, &o->save_every); break;

@@ -74,8 +74,8 @@ MOE_API MOE_CHECKED moe_status moe_queue_create(moe_queue **out, moe_context *ct
 /* NULL is fine.  Blocks until the work of the queue is done. */
 MOE_API void moe_queue_free(moe_queue *queue);
 /* Blocks until all work enqueued so far is done.  Reports asynchronous faults of earlier work
-   (MOE_ERR_BACKEND, with the op's name where it is known) and then the health word (MOE_ERR_DATA; the
-   text says what was met).  The health word is cleared by this call. */
+   (MOE_ERR_BACKEND, with the op's name where it is known), then the health word, and bad gradients of tapes whose
+   policy is MOE_HEALTH_POLICY_FAIL (MOE_ERR_DATA; the text says what was met).  This call clears both. */
 MOE_API MOE_CHECKED moe_status moe_queue_wait(moe_queue *queue);
 
 /* Bits of the health word: data problems that kernels met.  Never undefined behaviour: the rows

@@ -19,8 +19,9 @@ typedef struct moe_value { /* {0}: no value */
   uint64_t id;
 } moe_value;
 
-/* What happens when a gradient is NaN, infinite, or >= health_limit in magnitude.  It is looked for on the device, in
-   every gradient that a backward computes; the answer is there at the next wait of the queue. */
+/* What happens when a gradient is NaN, infinite, or >= health_limit in magnitude.  Each is looked at on the device, as
+   every operation of a backward leaves it; the answer is there at the next wait of the queue.  What a tape has met and
+   not told is lost when it is freed. */
 typedef enum moe_health_policy {
   MOE_HEALTH_POLICY_OFF = 0,
   MOE_HEALTH_POLICY_COUNT = 1, /* moe_tape_health tells */
@@ -31,8 +32,9 @@ typedef struct moe_tape_desc {
   uint64_t size;
   uint64_t block;             /* bytes of an arena block; 0: 64 MiB */
   int64_t health_policy;      /* moe_health_policy */
-  double health_limit;        /* 0: 1e10 */
-  int64_t health_activations; /* 1: results of operations are looked at as well */
+  double health_limit;        /* > 0, of a gradient's values; 0: 1e10 */
+  int64_t health_activations; /* 1: results are looked at as well, of operations that gradients can flow through; where
+                                 they share a caller's memory it must live until the next backward, wait or reset */
 } moe_tape_desc;
 MOE_INIT(moe_tape_desc)
 
@@ -255,13 +257,18 @@ MOE_API MOE_CHECKED moe_status moe_hvp(moe_value *hv, moe_tape *tape, moe_value 
 /* ---- checks -------------------------------------------------------------------------------------------------------- */
 typedef struct moe_tape_health_info {
   uint64_t size;
-  int64_t bad;   /* gradients with a bad element, since the last call */
-  char node[64]; /* the operation that gave the first one, in order of the walk; "" where there is none */
-  int64_t input; /* of the operation's inputs */
-  int64_t index; /* of the first bad element, in packed order */
+  int64_t bad;    /* gradients (and results) with a bad element, since the last call; one that several operations add
+                     to counts each time, one that an operation hands on as it is does not */
+  char name[64];  /* the operation that gave the first one, in order of the work, "" where there is none; "silu: mul"
+                     for an operation inside the expansion of another, "seed" for a seed given to backward */
+  int64_t node;   /* its place on the tape; -1: it has none */
+  int64_t input;  /* it was the gradient of that input; -1: a result */
+  int64_t output; /* it was that result; -1: a gradient */
+  int64_t index;  /* of the first bad element, in packed order; at most 2^32-2 */
 } moe_tape_health_info;
 MOE_INIT(moe_tape_health_info)
-/* Blocks; clears what it tells. */
+/* Blocks; clears what it tells.  Any number of steps and resets may lie between two calls.  MOE_ERR_STATE for a tape whose
+   policy is off. */
 MOE_API MOE_CHECKED moe_status moe_tape_health(moe_tape_health_info *out, moe_tape *tape);
 
 /* Records the function under test: n inputs to one value (any float shape). */

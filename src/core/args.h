@@ -449,4 +449,18 @@ struct moe__args_lr_step {
   double peak, floor;
 };
 
+/* ---- stats ----------------------------------------------------------------------------------------------- */
+#define MOE__WATCHED 16
+/* An element is bad where it is NaN, infinite, or >= limit in magnitude.  For each i in order whose a[i] has one:
+   record[0] += 1 and, where that was 0, record[1] = tag[i] and record[2] = the index of the first one (2^32-2 past
+   that). */
+struct moe__args_watch {
+  int64_t dtype;              /* F32: elements are compared as bits, whatever their type */
+  moe_tensor record;          /* [3] in/out I64, packed */
+  moe_tensor scratch;         /* [MOE__WATCHED] in/out I32, packed: all -1 before, and again after */
+  moe_tensor a[MOE__WATCHED]; /* opt, any length, in float (F64 too), packed */
+  int64_t tag[MOE__WATCHED];
+  double limit; /* > 0 */
+};
+
 #endif

@@ -133,12 +133,17 @@ struct moe_context {
   moe_context_desc desc;
   long refs; /* atomic */
 };
+struct moe__health; /* of a tape (tape_health.c) */
 struct moe_queue {
   moe_context *ctx;
   struct moe__queue_be *be;
+  struct moe__health *tapes; /* those that look for bad gradients */
   moe_span health_span;
   moe_tensor health; /* I32 [4]: [0] the bits */
 };
+/* Takes the records of the queue's tapes; text (of `room` bytes) becomes what the first of those that fail has met since
+   the last time, "" for nothing. */
+moe_status moe__queue_gradients(moe_queue *q, char *text, size_t room);
 void moe__context_ref(moe_context *ctx);
 void moe__context_unref(moe_context *ctx);
 /* Through the caller's hooks if set. */

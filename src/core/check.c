@@ -623,3 +623,13 @@ CHECK(lr_step)
   V(gscale, REAL | OPT, 1);
   return MOE_OK;
 }
+CHECK(watch)
+{
+  const struct want any = { w->op, MOE_F64 };
+  IN(dtype, MOE_F32, MOE_F32);
+  V(record, LONG | PACKED, 3);
+  V(scratch, INT | PACKED, MOE__WATCHED);
+  for (int i = 0; i < MOE__WATCHED; i++) MOE__TRY(tensor(&any, "a", &a->a[i], FLOAT | PACKED | OPT, 1, a->a[i].shape));
+  if (!(a->limit > 0)) return moe__fail(MOE_ERR_INVALID, "%s: limit %g, wanted > 0", w->op, a->limit);
+  return MOE_OK;
+}

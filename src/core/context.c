@@ -264,14 +264,17 @@ static moe_status take_health(moe_queue *q, uint64_t *bits)
 moe_status moe_queue_wait(moe_queue *q)
 {
   static const char fn[] = "moe_queue_wait";
+  char gradient[256] = "";
   uint64_t bits;
   moe_status st;
   if (!q) return moe__fail(MOE_ERR_INVALID, "%s: queue is NULL", fn);
   st = q->ctx->be->wait(q->be);
   if (!st) st = take_health(q, &bits);
+  if (!st) st = moe__queue_gradients(q, gradient, sizeof gradient);
   if (st) return moe__fail_in(st, fn);
-  if (!bits) return MOE_OK;
-  return moe__fail(MOE_ERR_DATA, "%s: bad data since the last wait:%s%s%s", fn,
+  if (!bits && !gradient[0]) return MOE_OK;
+  return moe__fail(MOE_ERR_DATA, "%s: %s%s%s%s%s%s", fn, gradient, bits && gradient[0] ? "; " : "",
+                   bits ? "bad data since the last wait:" : "",
                    bits & MOE_HEALTH_ROUTE ? " [routing weights that are not finite: those tokens are NaN]" : "",
                    bits & MOE_HEALTH_ID ? " [an id out of range: those rows are NaN]" : "",
                    bits & MOE_HEALTH_OVERFLOW ? " [gradients that are not finite: the optimizer step was skipped]"

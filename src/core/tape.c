@@ -194,7 +194,9 @@ void moe__tape_record_all(moe_tape *t, struct moe__node *n, const moe_tensor *te
     if (!n->out[i].id) return;
     if (needs) moe__tape_at(t, n->out[i])->node = t->n_nodes;
   }
-  if (needs) t->nodes[t->n_nodes++] = n;
+  if (!needs) return;
+  t->nodes[t->n_nodes++] = n;
+  if (t->health && !t->walking) moe__health_results(t, n);
 }
 
 moe_value moe__tape_record(moe_tape *t, struct moe__node *n, moe_tensor tensor)
@@ -236,6 +238,11 @@ moe_status moe_tape_create(moe_tape **out, moe_queue *q, const moe_tape_desc *gi
   t->block_bytes = desc.block ? desc.block : DEFAULT_BLOCK;
   t->generation = ((uintptr_t)t >> 4 & 0xffffffffu) | 1; /* values of other tapes are not taken for ours */
   t->recording = 1;
+  moe_status st = moe__health_create(t, &desc);
+  if (st) {
+    free(t);
+    return moe__fail_in(st, fn);
+  }
   moe__context_ref(q->ctx);
   *out = t;
   return MOE_OK;
@@ -256,11 +263,13 @@ static void release_all(moe_tape *t)
   }
 }
 
-void moe_tape_free(moe_tape *t)
+moe_status moe__tape_close(moe_tape *t)
 {
-  if (!t || moe__tape_outside(t, "moe_tape_free")) return;
+  if (!t) return MOE_OK;
+  MOE__TRY(moe__tape_outside(t, "moe_tape_free"));
   moe_context *ctx = t->q->ctx;
-  (void)ctx->be->wait(t->q->be);
+  moe_status st = ctx->be->wait(t->q->be);
+  if (t->health) moe__health_free(t);
   release_all(t);
   for (int d = 0; d < MOE__TAPE_DEPTH; d++) {
     for (int64_t i = 0; i < t->pools[d].n_blocks; i++) moe__release(ctx, &t->pools[d].blocks[i]);
@@ -275,6 +284,12 @@ void moe_tape_free(moe_tape *t)
   free(t->releases);
   free(t);
   moe__context_unref(ctx);
+  return st;
+}
+
+void moe_tape_free(moe_tape *t)
+{
+  (void)moe__tape_close(t);
 }
 
 void moe_tape_reset(moe_tape *t)
@@ -290,6 +305,7 @@ void moe_tape_reset(moe_tape *t)
   t->generation = t->generation % 0xffffffffu + 1;
   t->status = MOE_OK;
   t->recording = 1;
+  if (t->health) moe__health_flush(t);
 }
 
 moe_status moe_tape_status(const moe_tape *t)
@@ -396,6 +412,7 @@ int moe__tape_sink(moe_tape *t, moe_value v, moe_tensor *to, int64_t *accumulate
   if (!p->bound.handle || !t->direct || (t->flags & MOE_CREATE_GRAPH)) return 0;
   *to = p->bound;
   *accumulate = bound_written(t, &p->bound) || (t->flags & MOE_ACCUMULATE);
+  if (t->health) moe__health_settle(t, to);
   return 1;
 }
 
@@ -437,14 +454,15 @@ void moe__tape_contribute(moe_tape *t, moe_value v, moe_value g)
     moe__tape_sunk(t, v);
     return;
   }
-  if (t->health) moe__health_watch(t, t->walking, v, &moe__tape_at(t, g)->t);
   const int depth = t->depth;
   moe_value before = moe__tape_at(t, v)->grad, sum = g;
   if (!(t->flags & MOE_CREATE_GRAPH)) t->depth = moe__tape_at(t, v)->depth; /* a gradient lives where its value does */
   if (before.id) sum = moe_tape_add(t, before, g);
   else if (moe__tape_at(t, g)->depth > t->depth) sum = moe__tape_value(t, moe__tape_copy(t, &moe__tape_at(t, g)->t), 0);
   t->depth = depth;
-  if (sum.id) moe__tape_at(t, v)->grad = sum;
+  if (!sum.id) return;
+  moe__tape_at(t, v)->grad = sum;
+  if (t->health) moe__health_watch(t, t->walking, v, &moe__tape_at(t, sum)->t);
 }
 
 static const struct moe__rule rule_gradient = { "gradient", NULL, NULL, 1 };
@@ -469,8 +487,10 @@ void moe__tape_through_expansion(moe_tape *t, struct moe__node *n, const moe_val
 {
   const int64_t first = t->n_nodes;
   const int recording = t->recording, order = t->order;
+  const struct moe__node *outermost = t->expanded;
   moe_value *out = moe__tape_host(t, (uint64_t)n->n_out * sizeof *out);
   if (!out) return;
+  if (!outermost) t->expanded = n;
   t->recording = 1;
   t->order = n->order; /* in n's place */
   n->rule->expand(t, n, out);
@@ -483,6 +503,7 @@ void moe__tape_through_expansion(moe_tape *t, struct moe__node *n, const moe_val
   }
   for (int64_t i = t->n_nodes - 1; i >= first && !t->status; i--) step_back(t, i);
   if (!recording) t->n_nodes = first;
+  t->expanded = outermost;
 }
 
 static void step_back(moe_tape *t, int64_t index)
@@ -557,7 +578,7 @@ static void walk_back(moe_tape *t, const moe_value *of, const moe_value *seed, i
     moe__tape_contribute(t, of[i], seeds[i]);
   }
   for (int64_t i = last; i >= 0 && !t->status; i--) step_back(t, i);
-  if (t->health && !t->status) moe__health_flush(t);
+  if (t->health) moe__health_flush(t);
 }
 
 /* The gradients of parameters that are values of their own go where they belong; those that `of` does not depend

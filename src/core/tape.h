@@ -71,8 +71,6 @@ struct moe__pool {
   struct moe__mark at;
 };
 
-struct moe__health; /* tape_health.c */
-
 struct moe__release { /* what to call when the tape forgets: the caller's, of custom functions */
   void (*call)(void *user);
   void *user;
@@ -103,9 +101,10 @@ struct moe_tape {
   int direct;    /* the present walk writes parameters' gradients to their bound tensors */
   int order;     /* walks that are open */
   struct moe__node *walking;
-  struct moe__segment *segment; /* the recomputed segment that is running (tape_custom.c) */
-  int callbacks;                /* the caller's functions that are running, one inside the other */
-  struct moe__health *health;   /* NULL: the policy is off */
+  const struct moe__node *expanded; /* the outermost node whose expansion is walked */
+  struct moe__segment *segment;     /* the recomputed segment that is running (tape_custom.c) */
+  int callbacks;                    /* the caller's functions that are running, one inside the other */
+  struct moe__health *health;       /* NULL: the policy is off */
   moe_status status;
   char error[512];
 };
@@ -127,6 +126,9 @@ void moe__tape_fail(moe_tape *t, moe_status st);
     moe__tape_fail(t, st_);                                                                                            \
   } while (0)
 
+/* moe_tape_free, and what the wait in it says. */
+moe_status moe__tape_close(moe_tape *t);
+
 /* ---- values ---------------------------------------------------------------------------------------------------- */
 /* NULL, with the tape failed, for the null value, a stale one, or one whose memory is gone; NULL for a NULL or a
    failed tape too. */
@@ -142,12 +144,15 @@ moe_tensor moe__tape_fresh(moe_tape *t, int64_t dtype, int64_t rank, const int64
 moe_tensor moe__tape_flat(moe_tape *t, int64_t dtype, int64_t n);
 /* A copy of packed x, in the present pool. */
 moe_tensor moe__tape_copy(moe_tape *t, const moe_tensor *x);
+void moe__health_rewind(moe_tape *t, struct moe__mark mark);
 static inline struct moe__mark moe__tape_mark(const moe_tape *t)
 {
   return t->pools[t->depth].at;
 }
+/* Gradients above the mark are looked at first. */
 static inline void moe__tape_rewind(moe_tape *t, struct moe__mark mark)
 {
+  if (t->health) moe__health_rewind(t, mark);
   t->pools[t->depth].at = mark;
 }
 /* FP64 for F64, else FP32: what sums and losses come in. */
@@ -205,14 +210,19 @@ moe_value moe__tape_pick(moe_tape *t, struct moe__routed *r, moe_value x);
 /* a [R,K] times b [E,N,K], or, transposed, times b [E,K,N]: [R,N] */
 moe_value moe__tape_grouped(moe_tape *t, struct moe__routed *r, moe_value a, moe_value b, int64_t transpose);
 
-/* ---- health (tape_health.c) ------------------------------------------------------------------------------------------ */
+/* ---- health (tape_health.c): called where t->health is there -------------------------------------------------------- */
+/* Sets t->health where the policy is not off. */
 moe_status moe__health_create(moe_tape *t, const moe_tape_desc *desc);
 void moe__health_free(moe_tape *t);
-void moe__health_reset(moe_tape *t);
-/* Has `g`, a packed gradient that node n just gave to its input v, looked at before the walk ends. */
+/* Has `g`, the gradient of node n's input v as n just left it, looked at before the walk ends (n NULL: the seed). */
 void moe__health_watch(moe_tape *t, const struct moe__node *n, moe_value v, const moe_tensor *g);
+/* The same for results of a recorded node, where activations are wanted. */
+void moe__health_results(moe_tape *t, const struct moe__node *n);
 /* Launches what is still to be looked at. */
 void moe__health_flush(moe_tape *t);
+/* The same where it lies in memory that is about to change: `soon` (moe__health_rewind: what is above a mark of the
+   present pool). */
+void moe__health_settle(moe_tape *t, const moe_tensor *soon);
 
 /* ---- segments (tape_custom.c) ------------------------------------------------------------------------------------------ */
 /* What a recomputed segment must find again in its later runs, in order, is kept by its first; outside segments these do

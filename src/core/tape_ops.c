@@ -2,6 +2,8 @@
    MOE_CREATE_GRAPH gradients are recorded like anything else and every derivative exists. */
 #include "core/tape.h"
 
+#include <math.h>
+
 typedef struct moe__node node;
 static const moe_value none;
 
@@ -51,6 +53,17 @@ static moe_tensor spread(moe_tensor x, int rank, const int64_t *shape)
   return y;
 }
 
+/* v in the dtype of sums: what several maps in a row are computed in, so that bf16 and f16 are rounded once. */
+static moe_value widened(moe_tape *t, moe_value v)
+{
+  return t->status ? none : moe_tape_cast(t, v, moe__real_of(tensor_of(t, v).dtype));
+}
+/* The result of such, in the dtype that `like` has. */
+static moe_value narrowed(moe_tape *t, moe_value y, moe_value like)
+{
+  return t->status ? none : moe_tape_cast(t, y, tensor_of(t, like).dtype);
+}
+
 /* y = op(in[0], in[1], in[2]) in the shape they broadcast to, recorded under `rule`. */
 static moe_value map(moe_tape *t, const struct moe__rule *rule, int64_t op, int n, const moe_value *in, double alpha,
                      const char *fn)
@@ -58,6 +71,7 @@ static moe_value map(moe_tape *t, const struct moe__rule *rule, int64_t op, int 
   static const char *const names[] = { "a", "b", "c" };
   const int condition = op == MOE__ND_WHERE; /* in[0] is no operand of the arithmetic */
   moe_tensor x[3] = { { 0 } }, shape = { 0 };
+  if (t && !t->status && !isfinite(alpha)) return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: %g is not finite", fn, alpha);
   for (int i = 0; i < n; i++) {
     const struct moe__value *v = condition && !i ? moe__tape_look(t, in[i], fn) : look_float(t, in[i], fn, names[i]);
     if (!v) return none;
@@ -280,20 +294,23 @@ static void back_erf(moe_tape *t, node *n, const moe_value *d)
 /* a sigmoid(a) */
 static void expand_silu(moe_tape *t, node *n, moe_value *out)
 {
-  out[0] = moe_tape_mul(t, n->in[0], moe_tape_sigmoid(t, n->in[0]));
+  moe_value a = widened(t, n->in[0]);
+  out[0] = narrowed(t, moe_tape_mul(t, a, moe_tape_sigmoid(t, a)), n->in[0]);
 }
 /* a/2 (1 + erf(a/sqrt 2)) */
 static void expand_gelu(moe_tape *t, node *n, moe_value *out)
 {
-  moe_value a = n->in[0], e = moe_tape_erf(t, moe_tape_scale(t, a, 0.70710678118654752440));
-  out[0] = moe_tape_mul(t, moe_tape_scale(t, a, 0.5), moe_tape_add(t, moe__tape_constant(t, a, 1), e));
+  moe_value a = widened(t, n->in[0]), e = moe_tape_erf(t, moe_tape_scale(t, a, 0.70710678118654752440));
+  moe_value y = moe_tape_mul(t, moe_tape_scale(t, a, 0.5), moe_tape_add(t, moe__tape_constant(t, a, 1), e));
+  out[0] = narrowed(t, y, n->in[0]);
 }
-/* a/2 (1 + tanh(sqrt(2/pi) (a + 0.044715 a^3))) */
+/* a/2 (1 + tanh q) = a sigmoid(2q), q = sqrt(2/pi) (a + 0.044715 a^3): sigmoid is exactly 0 and 1 at the ends, as tanh
+   need not be */
 static void expand_gelu_tanh(moe_tape *t, node *n, moe_value *out)
 {
-  moe_value a = n->in[0], cubic = moe_tape_scale(t, moe_tape_pow(t, a, 3), 0.044715);
-  moe_value e = moe_tape_tanh(t, moe_tape_scale(t, moe_tape_add(t, a, cubic), 0.79788456080286535588));
-  out[0] = moe_tape_mul(t, moe_tape_scale(t, a, 0.5), moe_tape_add(t, moe__tape_constant(t, a, 1), e));
+  moe_value a = widened(t, n->in[0]), cubic = moe_tape_scale(t, moe_tape_pow(t, a, 3), 0.044715);
+  moe_value s = moe_tape_sigmoid(t, moe_tape_scale(t, moe_tape_add(t, a, cubic), 2 * 0.79788456080286535588));
+  out[0] = narrowed(t, moe_tape_mul(t, a, s), n->in[0]);
 }
 
 #define UNARY(name, OP, backward, expand)                                                                              \
@@ -520,7 +537,7 @@ static moe_tensor reduce(moe_tape *t, moe_tensor x, int64_t op, int64_t axes, do
 static int64_t axis_bits(moe_tape *t, int64_t rank, int64_t n, const int64_t *axes, const char *fn)
 {
   int64_t bits = 0;
-  for (int64_t i = 0; i < n; i++) {
+  for (int64_t i = 0; axes && i < n; i++) {
     if (axes[i] < 0 || axes[i] >= rank || (bits >> axes[i] & 1))
       return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: axis %lld of rank %lld, or twice", fn, (long long)axes[i],
                        (long long)rank),
@@ -605,7 +622,9 @@ moe_value moe_tape_max_axes(moe_tape *t, moe_value a, int64_t n, const int64_t *
 static void back_sum(moe_tape *t, node *n, const moe_value *d)
 {
   const moe_tensor x = tensor_of(t, n->in[0]);
-  moe__tape_contribute(t, n->in[0], moe_tape_broadcast(t, moe_tape_cast(t, d[0], x.dtype), x.rank, x.shape));
+  moe_value g = moe_tape_cast(t, d[0], x.dtype);
+  moe__tape_contribute(t, n->in[0],
+                       x.rank ? moe_tape_broadcast(t, g, x.rank, x.shape) : moe_tape_reshape(t, g, 0, x.shape));
 }
 static const struct moe__rule rule_sum = { "sum", back_sum, NULL, 0 };
 moe_value moe_tape_sum(moe_tape *t, moe_value a)
@@ -833,9 +852,11 @@ static moe_value softmax(moe_tape *t, const struct moe__rule *rule, moe_value a,
   if (dim < 0 || dim >= v->t.rank)
     return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: dim %lld of rank %d", fn, (long long)dim, v->t.rank);
   const int64_t recording = moe_tape_set_recording(t, 0);
-  moe_value shifted = moe_tape_sub(t, a, moe_tape_max_axes(t, a, 1, &dim, 1)), e = moe_tape_exp(t, shifted);
+  moe_value wide = widened(t, a), shifted = moe_tape_sub(t, wide, moe_tape_max_axes(t, wide, 1, &dim, 1));
+  moe_value e = moe_tape_exp(t, shifted);
   moe_value sum = moe_tape_sum_axes(t, e, 1, &dim, 1);
   moe_value y = rule == &rule_softmax ? moe_tape_div(t, e, sum) : moe_tape_sub(t, shifted, moe_tape_log(t, sum));
+  y = narrowed(t, y, a);
   moe_tape_set_recording(t, recording);
   if (t->status) return none;
   node *n = moe__tape_node(t, rule, 1, &a, 1);
@@ -855,11 +876,12 @@ static void expand_layer_norm(moe_tape *t, node *n, moe_value *out)
 {
   if (t->status) return;
   const int64_t last = tensor_of(t, n->in[0]).rank - 1;
-  moe_value x = n->in[0], centred = moe_tape_sub(t, x, moe_tape_mean_axes(t, x, 1, &last, 1));
+  moe_value x = widened(t, n->in[0]), centred = moe_tape_sub(t, x, moe_tape_mean_axes(t, x, 1, &last, 1));
   moe_value var = moe_tape_mean_axes(t, moe_tape_mul(t, centred, centred), 1, &last, 1);
   moe_value rstd = moe_tape_pow(t, moe_tape_add(t, var, moe__tape_constant(t, x, n->alpha)), -0.5);
-  out[0] = moe_tape_mul(t, moe_tape_mul(t, centred, rstd), n->in[1]);
-  if (n->in[2].id) out[0] = moe_tape_add(t, out[0], n->in[2]);
+  moe_value y = moe_tape_mul(t, moe_tape_mul(t, centred, rstd), widened(t, n->in[1]));
+  if (n->in[2].id) y = moe_tape_add(t, y, widened(t, n->in[2]));
+  out[0] = narrowed(t, y, n->in[0]);
 }
 static const struct moe__rule rule_layer_norm = { "layer_norm", NULL, expand_layer_norm, 0 };
 moe_value moe_tape_layer_norm(moe_tape *t, moe_value x, moe_value w, moe_value b, double eps)

@@ -29,6 +29,7 @@ typedef unsigned short half; /* storage only: vload_half and vstore_half_rte */
 #define LSIZE ((int)blockDim.x)
 #define UNROLL _Pragma("unroll")
 #define ATOMIC_OR(p, v) atomicOr((int *)(p), v)
+#define ATOMIC_MIN(p, v) atomicMin((unsigned int *)(p), v)
 #define LOCAL_SIZE(n) __launch_bounds__(n, 2) /* two groups in a multiprocessor: 3 to 5% in GEMM */
 #define AS_UINT(x) __float_as_uint(x)
 #define AS_FLOAT(x) __uint_as_float(x)

@@ -80,7 +80,7 @@ moe_tensor t_tensor(struct t_memory *m, int64_t dtype, int layout, int rank, con
     if (layout & T_SWAP && rank > 1 && i < 2) d = rank - 2 + i;
     t.shape[d] = shape[d];
     t.stride[d] = layout & T_SCALAR ? 0 : stride;
-    stride = stride * shape[d] + (layout & T_PAD ? 3 : 0) + (layout & T_PAD8 ? 8 : 0);
+    stride = stride * (shape[d] ? shape[d] : 1) + (layout & T_PAD ? 3 : 0) + (layout & T_PAD8 ? 8 : 0);
   }
   if (layout & T_ODD) t.offset += (uint64_t)size;
 

@@ -212,4 +212,7 @@ void ref_clip(num y[2], int32_t *health, num sq, const num *loss_scale, double m
 /* Returns the new step. */
 int64_t ref_lr_step(num *lr, int64_t step, const num *gscale, int64_t warmup, int64_t total, double peak, double floor);
 
+/* ---- stats: record is {bad tensors, tag and index of the first} ------------------------------------------------------ */
+void ref_watch(int64_t record[3], const double *a, int64_t n, int64_t tag, double limit);
+
 #endif

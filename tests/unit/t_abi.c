@@ -41,6 +41,9 @@ static void structs_that_grow(void **state)
   GROWS(moe_adamw_desc, 200);
   GROWS(moe_adamw_info, 32);
   GROWS(moe_tape_desc, 40);
+  GROWS(moe_tape_health_info, 112);
+  GROWS(moe_gradcheck_desc, 56);
+  GROWS(moe_gradcheck_result, 56);
   GROWS(moe_tape_moe, 432);
   GROWS(moe_function, 64);
   GROWS(moe_checkpoint_entry, 128);

@@ -16,6 +16,7 @@
 
 #include <moe/dlpack.h>
 
+#include <math.h>
 #include <stdatomic.h>
 
 /* ---- the host's memory ------------------------------------------------------------------------------------------- */
@@ -106,6 +107,8 @@ static moe_status open_all(struct rig *r)
   desc.dtype = MOE_F32;
   desc.peak = 1e-3;
   tape.block = 1 << 14; /* several blocks */
+  tape.health_policy = MOE_HEALTH_POLICY_FAIL;
+  tape.health_activations = 1;
   r->ctx = fake_open();
   if (!r->ctx) return moe__fail(MOE_ERR_NO_MEMORY, "no host memory for the fake context");
   MOE__TRY(moe_queue_create(&r->q, r->ctx));
@@ -268,6 +271,30 @@ static moe_status tape_step(struct rig *r)
   return moe_tape_read(t, loss, &read, 1);
 }
 
+static moe_value square(void *user, moe_tape *t, const moe_value *in, int64_t n)
+{
+  (void)user;
+  (void)n;
+  return moe_tape_mul(t, in[0], in[0]);
+}
+/* No kernel runs here, so the numbers are NaN: any threshold but infinity would find them wrong. */
+static moe_status check_step(struct rig *r)
+{
+  moe_tape_health_info health = moe_tape_health_info_init();
+  moe_gradcheck_desc desc = moe_gradcheck_desc_init();
+  moe_tensor in;
+  moe_value hv;
+  const int64_t two = 2;
+  MOE__TRY(moe_tape_health(&health, r->tape));
+  MOE__TRY(moe_tensor_packed(&in, r->s.layer_io.params, MOE_F64, 1, &two));
+  desc.threshold = (double)INFINITY;
+  for (desc.second = 0; desc.second < 2; desc.second++)
+    MOE__TRY(moe_gradcheck(NULL, r->q, square, NULL, &in, 1, &desc));
+  moe_tape_reset(r->tape);
+  moe_value x = moe_tape_leaf(r->tape, &in, 1), y = moe_tape_sum(r->tape, moe_tape_mul(r->tape, x, x));
+  return moe_hvp(&hv, r->tape, y, &x, &x, 1, 0);
+}
+
 static moe_status wait_step(struct rig *r)
 {
   uint64_t bits;
@@ -346,6 +373,7 @@ static const struct step {
   { "adamw bind", adamw_bind_step },
   { "adamw step", adamw_step },
   { "tape", tape_step },
+  { "checks", check_step },
   { "wait", wait_step },
   { "spans", span_step },
   { "values", values_step },

@@ -1,6 +1,6 @@
 /* t_worked_examples.c - small examples with known answers, through the public API: mixture of experts (routing,
-   outputs, parameter counts), the raw layout of files, second derivatives, and a custom function with an implicit
-   derivative. */
+   outputs, parameter counts), the raw layout of files, second derivatives, a custom function with an implicit
+   derivative, and checked gradients. */
 #include "moe_test.h"
 #include "../ref/device.h"
 
@@ -302,16 +302,15 @@ static double number_of(moe_tape *tape, moe_value v)
 }
 
 /* g(x) = x^3 at 2: 8, 12, 12, and 6 where one goes on. */
-static void second_derivative_of_a_cube(void **state)
+static void second_derivative_of_a_cube(int64_t dtype)
 {
   static const double two[1] = { 2 };
   static const double want[4] = { 8, 12, 12, 6 };
   struct t_memory m;
   moe_tape *tape;
-  (void)state;
   t_memory_init(&m, ctx, q, 1);
   OK(moe_tape_create(&tape, q, NULL));
-  moe_tensor t = PUT(&m, MOE_F32, two, 1);
+  moe_tensor t = PUT(&m, dtype, two, 1);
   t_upload(&m);
   moe_value x = moe_tape_leaf(tape, &t, 1), g = moe_tape_mul(tape, moe_tape_mul(tape, x, x), x);
   assert_near(number_of(tape, g), want[0], 0);
@@ -326,17 +325,15 @@ static void second_derivative_of_a_cube(void **state)
 
 /* L = w1^2 w2 at (2,3), H = [[6,4],[4,0]], v = [1,0]: H v = [6,4] by a second backward, which starts from clean
    gradients: with those of the first it would give 42. */
-static void hessian_times_vector(void **state)
+static void hessian_times_vector(int64_t dtype)
 {
   static const double two[1] = { 2 }, three[1] = { 3 }, one[1] = { 1 }, zero[1] = { 0 };
   struct t_memory m;
   moe_tape *tape;
-  (void)state;
   t_memory_init(&m, ctx, q, 1);
   OK(moe_tape_create(&tape, q, NULL));
-  moe_tensor t1 = PUT(&m, MOE_F32, two, 1), t2 = PUT(&m, MOE_F32, three, 1), a = PUT(&m, MOE_F32, one, 1),
-             b = PUT(&m, MOE_F32, zero, 1), d1 = t_tensor(&m, MOE_F32, 0, SHAPE(1)),
-             d2 = t_tensor(&m, MOE_F32, 0, SHAPE(1));
+  moe_tensor t1 = PUT(&m, dtype, two, 1), t2 = PUT(&m, dtype, three, 1), a = PUT(&m, dtype, one, 1),
+             b = PUT(&m, dtype, zero, 1), d1 = t_tensor(&m, dtype, 0, SHAPE(1)), d2 = t_tensor(&m, dtype, 0, SHAPE(1));
   double bound_gradient;
   t_upload(&m);
   moe_value w1 = moe_tape_param(tape, &t1, &d1), w2 = moe_tape_param(tape, &t2, &d2);
@@ -359,8 +356,29 @@ static void hessian_times_vector(void **state)
   read_doubles(d2, &bound_gradient, 1);
   assert_near(bound_gradient, 4, 0);
   assert_near(number_of(tape, g1), 12, 0); /* the first gradients are as they were */
+
+  moe_value hv[2], wrt[2] = { w1, w2 }, v[2] = { v1, v2 };
+  OK(moe_hvp(hv, tape, loss, wrt, v, 2, 0));
+  assert_near(number_of(tape, hv[0]), 6, 0);
+  assert_near(number_of(tape, hv[1]), 4, 0);
+  read_doubles(d1, &bound_gradient, 1);
+  assert_near(bound_gradient, 6, 0); /* no parameter's gradient is written */
   moe_tape_free(tape);
   t_memory_free(&m);
+}
+
+static void second_derivatives_f32(void **state)
+{
+  (void)state;
+  second_derivative_of_a_cube(MOE_F32);
+  hessian_times_vector(MOE_F32);
+}
+static void second_derivatives_f64(void **state)
+{
+  (void)state;
+  if (!test_has_fp64(ctx)) skip();
+  second_derivative_of_a_cube(MOE_F64);
+  hessian_times_vector(MOE_F64);
 }
 
 /* ---- a custom function with an implicit derivative ------------------------------------------------------------------ */
@@ -417,11 +435,12 @@ static moe_status spread_backward(void *user, const moe_tape_call *c, const moe_
   return MOE_OK;
 }
 
-/* s, and ds/dp. */
+/* s, and ds/dp; the wait tells whether that is finite. */
 static void solve_bond(struct bond *b, int64_t dtype, double price, double *s, double *slope)
 {
   struct t_memory m;
   moe_tape *tape;
+  moe_tape_desc desc = moe_tape_desc_init();
   moe_value out;
   moe_function f = moe_function_init();
   f.name = "spread";
@@ -430,7 +449,8 @@ static void solve_bond(struct bond *b, int64_t dtype, double price, double *s, d
   f.user = b;
   f.n_out = 1;
   t_memory_init(&m, ctx, q, 1);
-  OK(moe_tape_create(&tape, q, NULL));
+  desc.health_policy = MOE_HEALTH_POLICY_FAIL;
+  OK(moe_tape_create(&tape, q, &desc));
   moe_tensor t = PUT(&m, dtype, &price, 1);
   t_upload(&m);
   moe_value p = moe_tape_leaf(tape, &t, 1);
@@ -441,6 +461,9 @@ static void solve_bond(struct bond *b, int64_t dtype, double price, double *s, d
   OK(moe_tape_read(tape, moe_tape_grad(tape, p), slope, 1));
   assert_int_equal(b->solved, 1);
   assert_int_equal(b->differentiated, 1); /* 28 steps, one node */
+  if (b->slope == 0)
+    FAILS(MOE_ERR_DATA, "moe_queue_wait: gradient of spread, input 0, element 0 is not finite", moe_queue_wait(q));
+  OK(moe_queue_wait(q));
   moe_tape_free(tape);
   t_memory_free(&m);
 }
@@ -461,7 +484,7 @@ static void implicit_derivative_of_a_bond(int64_t dtype)
   assert_near(s - moved, 0.0052605, 5e-8);
   assert_near(-slope - (s - moved), 0.0000307, 5e-8);
 
-  /* A bond that pays nothing: its price depends on nothing, and what is asked for is infinite. */
+  /* A bond that pays nothing: its price depends on nothing, the rule divides by 0, and the wait names the function. */
   struct bond nothing = { 0 };
   solve_bond(&nothing, dtype, 98, &s, &slope);
   assert_near(nothing.slope, 0, 0);
@@ -479,18 +502,76 @@ static void implicit_derivative_f64(void **state)
   implicit_derivative_of_a_bond(MOE_F64);
 }
 
+/* ---- checked gradients ----------------------------------------------------------------------------------------------- */
+/* f(x) = x^2, as an operation of the tape, and as a function of the caller's whose rule is wrong: x for 2x. */
+static moe_value square(void *user, moe_tape *tape, const moe_value *in, int64_t n)
+{
+  (void)user;
+  (void)n;
+  return moe_tape_mul(tape, in[0], in[0]);
+}
+static moe_status wrong_forward(void *user, const moe_tape_call *c)
+{
+  (void)user;
+  c->out[0] = moe_tape_mul(c->tape, c->in[0], c->in[0]);
+  return MOE_OK;
+}
+static moe_status wrong_backward(void *user, const moe_tape_call *c, const moe_value *dout, moe_value *din)
+{
+  (void)user;
+  din[0] = moe_tape_mul(c->tape, dout[0], c->in[0]);
+  return MOE_OK;
+}
+static moe_value wrong_square(void *user, moe_tape *tape, const moe_value *in, int64_t n)
+{
+  moe_value out;
+  moe_function f = moe_function_init();
+  (void)user;
+  f.name = "wrong square";
+  f.forward = wrong_forward;
+  f.backward = wrong_backward;
+  f.n_out = 1;
+  (void)!moe_tape_custom(&out, tape, &f, in, n); /* an error is the tape's */
+  return out;
+}
+
+static void gradient_check(void **state)
+{
+  static const double three[1] = { 3 };
+  moe_gradcheck_result r = moe_gradcheck_result_init();
+  struct t_memory m;
+  (void)state;
+  t_memory_init(&m, ctx, q, 1);
+  if (!test_has_fp64(ctx)) {
+    const int64_t one = 1;
+    moe_tensor x;
+    OK(moe_tensor_packed(&x, room(&m, 8), MOE_F64, 1, &one));
+    FAILS(MOE_ERR_UNSUPPORTED, "has no fp64", moe_gradcheck(&r, q, square, NULL, &x, 1, NULL));
+    t_memory_free(&m);
+    return;
+  }
+  moe_tensor x = PUT(&m, MOE_F64, three, 1);
+  t_upload(&m);
+  OK(moe_gradcheck(&r, q, square, NULL, &x, 1, NULL));
+  assert_near(r.analytic, 6, 0);
+  assert_near(r.numeric, 6, 1e-10);
+  assert_true(r.error < 1e-11); /* about 1e-12 */
+  assert_int_equal(r.checked, 1);
+  FAILS(MOE_ERR_CHECK, "input 0, element 0: 6 by differences, 3 by the tape: error 0.3333 > 0.0001",
+        moe_gradcheck(&r, q, wrong_square, NULL, &x, 1, NULL));
+  assert_near(r.analytic, 3, 0);
+  assert_near(r.error, 1.0 / 3, 1e-10);
+  t_memory_free(&m);
+}
+
 int main(void)
 {
   const struct CMUnitTest tests[] = {
-    cmocka_unit_test(mixture_top_2_f32),
-    cmocka_unit_test(mixture_top_2_f64),
-    cmocka_unit_test(mixture_top_1),
-    cmocka_unit_test(mixture_parameter_counts),
-    cmocka_unit_test(raw_layout_of_two_matrices),
-    cmocka_unit_test(second_derivative_of_a_cube),
-    cmocka_unit_test(hessian_times_vector),
-    cmocka_unit_test(implicit_derivative_f32),
-    cmocka_unit_test(implicit_derivative_f64),
+    cmocka_unit_test(mixture_top_2_f32),       cmocka_unit_test(mixture_top_2_f64),
+    cmocka_unit_test(mixture_top_1),           cmocka_unit_test(mixture_parameter_counts),
+    cmocka_unit_test(second_derivatives_f32),  cmocka_unit_test(second_derivatives_f64),
+    cmocka_unit_test(implicit_derivative_f32), cmocka_unit_test(implicit_derivative_f64),
+    cmocka_unit_test(gradient_check),          cmocka_unit_test(raw_layout_of_two_matrices),
   };
   if (!test_open(&ctx, &q)) return 77;
   int rc = TEST_MAIN(tests);
