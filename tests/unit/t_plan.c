@@ -747,6 +747,7 @@ int main(void)
   const struct CMUnitTest tests[] = {
     TEST(plan_scratch),
     TEST(balance_scratch),
+    TEST(primitive_ops_refuse),
     TEST(slots_past_2_to_the_31_are_refused),
     TEST(saved_is_h_and_the_routing_and_nothing_else),
     TEST(scratch_is_what_the_wanted_gradients_need),
