@@ -969,18 +969,22 @@ static void set_bias(struct layer *l, int moved)
   for (int e = 0; e < 6; e++) bias[e] = moved ? (float)(5 - e) : (float)l->value[REF_CORRECTION_BIAS][e].v;
   OK(moe_span_write(q, (moe_span){ b->handle, b->offset, sizeof bias }, bias, sizeof bias));
 }
+static void biased_layer(struct layer *l)
+{
+  *l = layer_of(options_of(MOE_F32, tokens, width, 16, 6, 2));
+  options_sigmoid(&l->o);
+  l->desc.correction_bias = l->desc.hidden_bias = l->desc.down_bias = l->desc.shared_gate = 1;
+  l->desc.d_shared = 4;
+  l->desc.balance_coef = 0.1;
+  layer_make(l, ctx, q, 1);
+  t_own(&l->m, &l->param[REF_CORRECTION_BIAS]);
+}
 static void choices_are_made_once(void **state)
 {
-  struct layer l = layer_of(options_of(MOE_F32, tokens, width, 16, 6, 2));
-  moe_tensor w;
+  struct layer l;
   (void)state;
-  options_sigmoid(&l.o);
-  l.desc.correction_bias = l.desc.hidden_bias = l.desc.down_bias = l.desc.shared_gate = 1;
-  l.desc.d_shared = 4;
-  l.desc.balance_coef = 0.1;
-  layer_make(&l, ctx, q, 1);
-  t_own(&l.m, &l.param[REF_CORRECTION_BIAS]);
-  w = random_tensor(1, SHAPE(width));
+  biased_layer(&l);
+  moe_tensor w = random_tensor(1, SHAPE(width));
   send(&m);
   for (int depth = 0; depth < 4; depth++) {
     double *grads[2][REF_PARAMS], dx[2][96], dw[2][8], counts[2][6], moved[6];
@@ -1023,6 +1027,50 @@ static void choices_are_made_once(void **state)
         for (int64_t k = 0; k < moe_tensor_count(&l.grad[p]); k++) assert_true(isfinite(grads[0][p][k]));
         assert_same(grads[1][p], grads[0][p], moe_tensor_count(&l.grad[p]));
       }
+  }
+  layer_free(&l);
+}
+
+static void same_up_to_order(const double *a, const double *b, int64_t n)
+{
+  double largest = 0;
+  for (int64_t k = 0; k < n; k++) largest = fmax(largest, fabs(b[k]));
+  assert_true(largest > 0);
+  for (int64_t k = 0; k < n; k++) assert_near(a[k], b[k], 1e-5 * largest);
+}
+/* The gradient of |gradient|^2 with layers decomposed: sums in another order, the same choices. */
+static void second_derivatives_through_layers(void **state)
+{
+  struct layer l;
+  (void)state;
+  biased_layer(&l);
+  moe_tensor w = random_tensor(1, SHAPE(width));
+  send(&m);
+  for (int depth = 0; depth < 3; depth++) {
+    double *grads[2][REF_PARAMS], first[2][96], second[2][96];
+    for (recomputing = 0; recomputing < 2; recomputing++) {
+      struct nest n[3];
+      moe_value out[2], g;
+      moe_tape_reset(tape);
+      layer_send(&l);
+      moe_value x = moe_tape_leaf(tape, &l.io.x, 1), dy = moe_tape_leaf(tape, &l.io.dy, 0);
+      const moe_value wv = moe_tape_leaf(tape, &w, 1);
+      for (int i = 0; i < 3; i++) n[i] = (struct nest){ &l, wv, i ? &n[i - 1] : NULL, 0 };
+      run_segment(nest_segment, &n[depth], &x, 1, out, 2);
+      moe_value loss = moe_tape_sum(tape, moe_tape_mul(tape, moe_tape_mul(tape, out[0], out[0]), dy));
+      set_bias(&l, 1);
+      OK(moe_tape_gradients(&g, tape, &loss, NULL, 1, &x, 1, MOE_CREATE_GRAPH | MOE_DECOMPOSE));
+      OK(moe_tape_read(tape, g, first[recomputing], 96));
+      OK(moe_tape_backward(tape, square(g), none, MOE_DECOMPOSE));
+      OK(moe_tape_read(tape, moe_tape_grad(tape, x), second[recomputing], 96));
+      fetch(&l.m);
+      for (int p = 0; p < REF_PARAMS; p++)
+        if (l.grad[p].handle) grads[recomputing][p] = values_of(&l.m, &l.grad[p]);
+    }
+    assert_same(first[1], first[0], 96);
+    same_up_to_order(second[1], second[0], 96);
+    for (int p = 0; p < REF_PARAMS; p++)
+      if (l.grad[p].handle) same_up_to_order(grads[1][p], grads[0][p], moe_tensor_count(&l.grad[p]));
   }
   layer_free(&l);
 }
@@ -1121,6 +1169,56 @@ static void gradients_inside_a_segment(void **state)
   assert_values(g, 292, -38);
   OK(moe_tape_backward(tape, moe_tape_sum(tape, g), none, 0)); /* 108 x^2 + 2 */
   assert_values(moe_tape_grad(tape, x), 434, 110);
+}
+
+/* What is looked at for health in a segment is looked at before its memory is used again. */
+static moe_status root_segment(void *user, moe_tape *t, const moe_value *in, int64_t n_in, moe_value *out,
+                               int64_t n_out)
+{
+  (void)user;
+  (void)n_in;
+  (void)n_out;
+  out[0] = moe_tape_sqrt(t, moe_tape_mul(t, in[0], in[0]));
+  return MOE_OK;
+}
+static moe_status tanh_segment(void *user, moe_tape *t, const moe_value *in, int64_t n_in, moe_value *out,
+                               int64_t n_out)
+{
+  (void)user;
+  (void)n_in;
+  (void)n_out;
+  out[0] = in[0];
+  for (int i = 0; i < 8; i++) out[0] = moe_tape_tanh(t, out[0]);
+  return MOE_OK;
+}
+static void health_in_segments(void **state)
+{
+  static const double xs[] = { 1, 0, 4 };
+  moe_tensor t = put(xs, SHAPE(3));
+  moe_tape_desc desc = moe_tape_desc_init();
+  (void)state;
+  send(&m);
+  moe_tape_free(tape);
+  desc.health_policy = MOE_HEALTH_POLICY_COUNT;
+  desc.health_activations = 1;
+  OK(moe_tape_create(&tape, q, &desc));
+  for (int graph = 0; graph < 2; graph++) {
+    moe_tape_health_info info = moe_tape_health_info_init();
+    moe_value y;
+    moe_tape_reset(tape);
+    moe_value x = moe_tape_leaf(tape, &t, 1);
+    OK(moe_tape_recompute(&y, 1, tape, tanh_segment, NULL, &x, 1));
+    OK(moe_tape_backward(tape, moe_tape_sum(tape, y), none, graph ? MOE_CREATE_GRAPH : 0));
+    OK(moe_tape_health(&info, tape));
+    assert_int_equal(info.bad, 0);
+    OK(moe_tape_recompute(&y, 1, tape, root_segment, NULL, &y, 1)); /* by its root: 1/0 at element 1 */
+    OK(moe_tape_backward(tape, moe_tape_sum(tape, y), none, graph ? MOE_CREATE_GRAPH : 0));
+    OK(moe_tape_health(&info, tape));
+    assert_true(info.bad > 0);
+    assert_string_equal(info.name, "recomputed segment: sqrt");
+    assert_int_equal(info.input, 0);
+    assert_int_equal(info.index, 1);
+  }
 }
 
 /* Outputs of every sort: an input itself, a value from outside, an integer, a constant; and a function called inside. */
@@ -1444,6 +1542,8 @@ int main(void)
     TEST(same_gradients_in_less_memory),
     TEST(gradients_with_respect_to_what_segments_use),
     TEST(choices_are_made_once),
+    TEST(second_derivatives_through_layers),
+    TEST(health_in_segments),
     TEST(segments_inside_one_another),
     TEST(second_derivatives_through_segments),
     TEST(gradients_inside_a_segment),
