@@ -694,30 +694,18 @@ static int parse(int argc, char **argv, struct options *o, struct text *t)
     UNTIL,
     HELP
   };
-  static const struct option known[] = { { "device", 1, 0, DEVICE },
-                                         { "dtype", 1, 0, DTYPE },
-                                         { "data", 1, 0, DATA },
-                                         { "steps", 1, 0, STEPS },
-                                         { "seconds", 1, 0, SECONDS },
-                                         { "seed", 1, 0, SEED },
-                                         { "batch", 1, 0, BATCH },
-                                         { "context", 1, 0, CONTEXT },
-                                         { "embed", 1, 0, EMBED },
-                                         { "width", 1, 0, WIDTH },
-                                         { "ff", 1, 0, FF },
-                                         { "experts", 1, 0, EXPERTS },
-                                         { "top-k", 1, 0, TOP_K },
-                                         { "blocks", 1, 0, BLOCKS },
-                                         { "rate", 1, 0, RATE },
-                                         { "balance", 1, 0, BALANCE },
-                                         { "health", 0, 0, HEALTH },
-                                         { "metrics", 1, 0, METRICS },
-                                         { "save", 1, 0, SAVE },
-                                         { "save-every", 1, 0, SAVE_EVERY },
-                                         { "resume", 1, 0, RESUME },
-                                         { "until", 1, 0, UNTIL },
-                                         { "help", 0, 0, HELP },
-                                         { 0, 0, 0, 0 } };
+  static const struct option known[] = { { "device", 1, 0, DEVICE },   { "dtype", 1, 0, DTYPE },
+                                         { "data", 1, 0, DATA },       { "steps", 1, 0, STEPS },
+                                         { "seconds", 1, 0, SECONDS }, { "seed", 1, 0, SEED },
+                                         { "batch", 1, 0, BATCH },     { "context", 1, 0, CONTEXT },
+                                         { "embed", 1, 0, EMBED },     { "width", 1, 0, WIDTH },
+                                         { "ff", 1, 0, FF },           { "experts", 1, 0, EXPERTS },
+                                         { "top-k", 1, 0, TOP_K },     { "blocks", 1, 0, BLOCKS },
+                                         { "rate", 1, 0, RATE },       { "balance", 1, 0, BALANCE },
+                                         { "health", 0, 0, HEALTH },   { "metrics", 1, 0, METRICS },
+                                         { "save", 1, 0, SAVE },       { "save-every", 1, 0, SAVE_EVERY },
+                                         { "resume", 1, 0, RESUME },   { "until", 1, 0, UNTIL },
+                                         { "help", 0, 0, HELP },       { 0, 0, 0, 0 } };
   int c;
   while ((c = getopt_long(argc, argv, "", known, NULL)) != -1) {
     int ok = 1;
