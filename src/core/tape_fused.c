@@ -34,13 +34,15 @@ static void back_rms(moe_tape *t, struct moe__node *n, const moe_value *dout)
   else if (dw.handle) moe__tape_contribute_fused(t, vw, dw);
 }
 
-/* x * (mean(x^2) + eps)^(-1/2) * w */
+/* x * (mean(x^2) + eps)^(-1/2) * w, in FP32 (FP64) */
 static void expand_rms(moe_tape *t, struct moe__node *n, moe_value *out)
 {
-  const int64_t last = moe__tape_at(t, n->in[0])->t.rank - 1;
-  moe_value x = n->in[0], square = moe_tape_mean_axes(t, moe_tape_mul(t, x, x), 1, &last, 1);
+  const moe_tensor like = moe__tape_at(t, n->in[0])->t;
+  const int64_t last = like.rank - 1, real = n->kept.dtype;
+  moe_value x = moe_tape_cast(t, n->in[0], real), w = moe_tape_cast(t, n->in[1], real);
+  moe_value square = moe_tape_mean_axes(t, moe_tape_mul(t, x, x), 1, &last, 1);
   moe_value rstd = moe_tape_pow(t, moe_tape_add(t, square, moe__tape_constant(t, x, n->alpha)), -0.5);
-  out[0] = moe_tape_mul(t, moe_tape_mul(t, x, rstd), n->in[1]);
+  out[0] = moe_tape_cast(t, moe_tape_mul(t, moe_tape_mul(t, x, rstd), w), like.dtype);
 }
 
 static const struct moe__rule rule_rms = { "rms_norm", back_rms, expand_rms, 0 };

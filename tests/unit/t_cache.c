@@ -52,7 +52,7 @@ static uint64_t load(void *user, const char *key, void *to, uint64_t room)
   if (strlen(key) != 32 || strspn(key, "0123456789abcdef") != 32) abort();
   if (item) {
     bytes = item->bytes;
-    if (bytes <= room) memcpy(to, item->data, bytes);
+    if (room && bytes <= room) memcpy(to, item->data, bytes);
     if (cache.lying == 1) bytes = room ? room : bytes + 7;
     if (cache.lying == 2) bytes = UINT64_MAX;
     if (cache.lying == 3 && room) bytes--;

@@ -1079,6 +1079,10 @@ static void gradients_at_the_edges(void **state)
   moe_value x = LEAF(MOE_F16, 2000, -2000, 2000, -2000), w = LEAF(MOE_F16, 1, 1, 1, 1);
   OK(moe_tape_read(tape, moe_tape_layer_norm(tape, x, w, none, 1e-5), g, 4));
   EXPECT(g, 1, -1, 1, -1);
+  moe_value d, y = moe_tape_rms_norm(tape, x, w, 1e-5), seed = LEAF(MOE_F16, 2, 0, 0, 0);
+  OK(moe_tape_gradients(&d, tape, &y, &seed, 1, &x, 1, MOE_CREATE_GRAPH)); /* seed/2000 - x y (seed y)/4/2000 */
+  OK(moe_tape_read(tape, d, g, 4));
+  for (int i = 0; i < 4; i++) assert_near(g[i], (i == 0 ? 1e-3 : 0) - (i % 2 ? -1 : 1) * 0.25e-3, 1e-6);
   x = LEAF(MOE_F32, 0, 3);
   gradient_of(moe_tape_pow(tape, x, 0), x, g, 2);
   EXPECT(g, 0, 0);
