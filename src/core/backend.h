@@ -140,6 +140,9 @@ struct moe_queue {
   struct moe__health *tapes; /* those that look for bad gradients */
   moe_span health_span;
   moe_tensor health; /* I32 [4]: [0] the bits */
+  /* Where set: called after each step of a walk (walk.h) is enqueued; benchmarks take times there. */
+  void (*on_step)(void *user, const char *label);
+  void *on_step_user;
 };
 /* Takes the records of the queue's tapes; text (of `room` bytes) becomes what the first of those that fail has met since
    the last time, "" for nothing. */

@@ -25,8 +25,10 @@ void *moe__placeholder(void);
 #define STEP(w, label, op, strategy, ...)                                                                              \
   do {                                                                                                                 \
     const struct moe__args_##op args_ = { __VA_ARGS__ };                                                               \
-    if ((w)->mode == MOE__RUN) MOE__TRY(moe__run_##op((w)->q, &args_, strategy));                                      \
-    else if ((w)->mode == MOE__PREPARE) MOE__TRY(moe__prepare_##op((w)->ctx, &args_, strategy));                       \
+    if ((w)->mode == MOE__RUN) {                                                                                       \
+      MOE__TRY(moe__run_##op((w)->q, &args_, strategy));                                                               \
+      if ((w)->q->on_step) (w)->q->on_step((w)->q->on_step_user, label);                                               \
+    } else if ((w)->mode == MOE__PREPARE) MOE__TRY(moe__prepare_##op((w)->ctx, &args_, strategy));                     \
     else {                                                                                                             \
       struct moe__why why_ = { "" };                                                                                   \
       const struct moe__impl_##op *impl_ = moe__pick_##op((w)->ctx, &args_, strategy, &why_);                          \
