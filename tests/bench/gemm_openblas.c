@@ -6,6 +6,8 @@
    OpenBLAS is opened at run time, so the build does not need it.  Both sides compute the same products from the same
    values, call by call in turn, at least 9 rounds; the ratio is that of their best times. */
 #define _GNU_SOURCE
+#include "bench.h"
+
 #include "core/backend.h"
 
 #include <moe/experts.h>
@@ -15,7 +17,6 @@
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <time.h>
 #include <unistd.h>
 
 enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112, ROUNDS = 9, N = 1024, K = 512 };
@@ -26,20 +27,6 @@ static moe_context *ctx;
 static moe_queue *q;
 static double seconds = 1;
 static int failures, cases;
-
-static void must(moe_status status)
-{
-  if (status == MOE_OK) return;
-  fprintf(stderr, "gemm_openblas: %s\n", moe_last_error());
-  exit(1);
-}
-
-static double now(void)
-{
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 /* PoCL does not pin its threads by itself; pinning aborts where the process may not use CPUs 0, 1, ... */
 static void set_environment(void)
@@ -53,23 +40,15 @@ static void set_environment(void)
   unsetenv("OPENBLAS_L2_SIZE");
 }
 
-/* Its symbol, as the pointer to a function that the caller wants. */
-static void find(void *library, const char *name, void *function)
-{
-  void *symbol = dlsym(library, name);
-  memcpy(function, &symbol, sizeof symbol);
-}
-
 static int open_openblas(void)
 {
   char *(*corename)(void) = NULL;
   int (*threads)(void) = NULL;
   void *library = dlopen("libopenblas.so.0", RTLD_NOW);
   if (!library) return 0;
-  find(library, "cblas_sgemm", &sgemm);
-  find(library, "openblas_get_corename", &corename);
-  find(library, "openblas_get_num_threads", &threads);
-  if (!sgemm || !corename || !threads) return 0;
+  if (!find_symbol(library, "cblas_sgemm", &sgemm) || !find_symbol(library, "openblas_get_corename", &corename) ||
+      !find_symbol(library, "openblas_get_num_threads", &threads))
+    return 0;
   printf("OpenBLAS: kernel %s, %d threads\n", corename(), threads());
   return 1;
 }
