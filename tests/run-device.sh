@@ -1,18 +1,20 @@
 #!/bin/sh
-# run-device.sh [--demo] [--sanitizer] [--bench] [--long] [--no-check] [--logs DIR]
+# run-device.sh [--demo] [--sanitizer] [--bench] [--compare] [--long] [--no-check] [--logs DIR]
 # On a GPU machine: builds libmoe from the folder that pack.sh made and runs make check with every device
 # required (CUDA, NVIDIA's OpenCL, PoCL); prints a summary and keeps the logs in DIR.
 #   --demo       also train the demo's model, on each device    --bench      also run the benchmarks
+#   --compare    also the branch beside PyTorch's and others' (COMPARE_ARGS are for compare_torch.py)
 #   --sanitizer  also run short conformance under compute-sanitizer (memcheck and racecheck)
 #   --long       make check-long instead of make check          --no-check   neither
 # MOE_DEVICE_DIR is where it builds [/tmp/libmoe-device]; a second run there builds only what changed.
 # MOE_TEST_REQUIRE is which devices must be there [cuda,opencl:gpu,opencl:cpu]; DEMO_ARGS are for the demo.
-demo= sanitizer= bench= check=check logs=
+demo= sanitizer= bench= compare= check=check logs=
 while test $# -gt 0; do
   case $1 in
     --demo) demo=1 ;;
     --sanitizer) sanitizer=1 ;;
     --bench) bench=1 ;;
+    --compare) compare=1 ;;
     --long) check=check-long ;;
     --no-check) check= ;;
     --logs) logs=$2; shift ;;
@@ -84,6 +86,12 @@ fi
 if test -n "$bench"; then
   step bench make -s bench
   cat "$logs/bench.log"
+  cp tests/bench/moe_layer.json "$logs/" 2>/dev/null
+fi
+
+if test -n "$compare"; then
+  step compare python3 ../tests/bench/compare_torch.py --json "$logs/compare_torch.json" $COMPARE_ARGS
+  cat "$logs/compare.log"
 fi
 echo "$failures steps failed"
 test $failures = 0
