@@ -348,7 +348,9 @@ void measure_peaks(int64_t dtype)
 {
   struct branch memory = { 0 };
   /* From one GiB to another; on a CPU less, but more than its caches. */
-  moe_span area = take_bytes(&memory, bench.info.kind == MOE_DEVICE_GPU ? 2147483648u : 268435456u);
+  int64_t bytes = bench.info.kind == MOE_DEVICE_GPU ? 2147483648 : 268435456;
+  if (bytes > bench.info.max_alloc) bytes = bench.info.max_alloc;
+  moe_span area = take_bytes(&memory, (uint64_t)bytes);
   if (memory.no_memory) give_up("bench: %s", moe_last_error());
   must(moe_span_fill(bench.q, area, 1));
   peaks.bytes = (double)area.bytes / seconds_of(copy_halves, &area);

@@ -165,6 +165,7 @@ class Device:
 class Libmoe:
     name = "libmoe"
     logits = True  # gives the gradient of the logits, not of the weights
+    no_graph = ""
 
     def __init__(self, p, device, grad_dtype=None):
         lib, F = device.lib, p.F
@@ -197,7 +198,7 @@ class Libmoe:
         self.saved = torch.empty(self.bytes.saved, dtype=torch.uint8, device=p.device)
         self.scratch = torch.empty(self.bytes.scratch, dtype=torch.uint8, device=p.device)
         self.io.saved, self.io.scratch = device.span(self.saved), device.span(self.scratch)
-        self.grads = lib.new("moe_experts_grads", dy=tensor(p.dy), dx=tensor(self.dx), dlogits=tensor(self.dlogits),
+        self.gradients = lib.new("moe_experts_grads", dy=tensor(p.dy), dx=tensor(self.dx), dlogits=tensor(self.dlogits),
                              dgate=tensor(self.dw1[:, :F]), dup=tensor(self.dw1[:, F:]), ddown=tensor(self.dw2))
         self.state = lib.new("moe_state")
 
@@ -206,7 +207,7 @@ class Libmoe:
 
     def backward(self):
         self.lib.moe_experts_backward(self.experts, self.device.queue, ctypes.byref(self.state), ctypes.byref(self.io),
-                                      ctypes.byref(self.grads))
+                                      ctypes.byref(self.gradients))
 
     def results(self):
         self.device.push()
@@ -232,8 +233,8 @@ class Libmoe:
             lib.check_size(part, lambda s, m=member: create(m, s))
         lib.check_size(self.io, lambda s: lib.moe_experts_inference(self.experts, queue, s))
         lib.check_size(self.state, lambda s: lib.moe_experts_backward(self.experts, queue, s, ref(self.io),
-                                                                      ref(self.grads)))
-        lib.check_size(self.grads, lambda s: lib.moe_experts_backward(self.experts, queue, ref(self.state),
+                                                                      ref(self.gradients)))
+        lib.check_size(self.gradients, lambda s: lib.moe_experts_backward(self.experts, queue, ref(self.state),
                                                                       ref(self.io), s))
         for name, fill in (("moe_device_info", lambda s: lib.moe_context_info(self.device.context, s)),
                            ("moe_experts_bytes", lambda s: lib.moe_experts_measure(s, self.experts, 1, 0))):
@@ -253,11 +254,12 @@ class Autograd:
     """A function of (x, w1, w2, weights) that autograd derives."""
 
     logits = False
+    no_graph = ""  # why it cannot be captured
 
     def __init__(self, p):
         self.p = p
         self.inputs = [t.detach().requires_grad_() for t in (p.x, p.w1, p.w2, self.scores(p))]
-        self.y = self.kept = None
+        self.y = self.grads = self.kept = None
 
     def scores(self, p):
         return p.weights
@@ -334,6 +336,7 @@ class ScatterMoE(Autograd):
 
 class Liger(Autograd):
     name = "liger"
+    no_graph = "its routing waits for the device"
 
     def __init__(self, p):
         from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
@@ -437,7 +440,7 @@ class Graphed:
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 part()
             graphs.append(graph)
-        contestant.grads = None
+        contestant.grads = None  # the next capture may have the memory
         self.forward, self.backward = graphs[0].replay, graphs[1].replay
 
     def close(self):
@@ -513,6 +516,8 @@ def admit(entries, contestants, p, make, options, stream, pool):
     if options.graphs:
         entries.append({"name": c.name + ", graph", "kept_mib": entry["kept_mib"]})
         try:
+            if c.no_graph:
+                raise RuntimeError(c.no_graph)
             contestants.append(Graphed(c, stream, pool))
         except Exception as error:
             entries[-1]["failed"] = reason(error)
@@ -522,7 +527,6 @@ def admit(entries, contestants, p, make, options, stream, pool):
 
 
 def print_times(entries, times, work):
-    ours = times.get("libmoe")
     print(f"  {'':32} {'forward ms':>10} {'TFLOP/s':>8} {'libmoe x':>8} {'backward ms':>11} {'TFLOP/s':>8} {'libmoe x':>8} "
           f"{'kept MiB':>9}")
     for entry in entries:
@@ -534,7 +538,8 @@ def print_times(entries, times, work):
             continue
         entry.update(forward_ms=both[0], backward_ms=both[1], forward_tflops=1e-9 * work / both[0],
                      backward_tflops=2e-9 * work / both[1])
-        ratios = [ms / our if isinstance(our, float) else float("nan") for ms, our in zip(both, ours or ("", ""))]
+        ours = times.get("libmoe, graph" if entry["name"].endswith(", graph") else "libmoe")
+        ratios = [ms / our for ms, our in zip(both, ours)] if isinstance(ours, tuple) else [float("nan")] * 2
         print(f"  {entry['name']:32} {both[0]:10.3f} {entry['forward_tflops']:8.1f} {ratios[0]:8.2f} {both[1]:11.3f} "
               f"{entry['backward_tflops']:8.1f} {ratios[1]:8.2f} {entry['kept_mib']:9.1f}")
     sys.stdout.flush()
@@ -638,7 +643,7 @@ def main():
         wanted += [(t, shapes[t]) for t in targets] if name == "targets" else [
             ("given", tuple(map(int, name.split(",")))) if given else (name, shapes[name])]
 
-    torch.cuda.set_device(torch.device(options.device))
+    torch.cuda.set_device(int(options.device.partition(":")[2] or 0))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         if options.check:
@@ -650,7 +655,8 @@ def main():
                       "library": lib.moe_version_string().decode(), "torch": torch.__version__, "dtype": options.dtype,
                       "rounds": options.rounds, "shapes": []}
         print(f"{device.info.name.decode()} ({device.info.driver.decode()}), libmoe {everything['library']}, torch "
-              f"{torch.__version__}, {options.dtype}; medians of {options.rounds} rounds; \"libmoe x\": time over libmoe's")
+              f"{torch.__version__}, {options.dtype}; medians of {options.rounds} rounds; \"libmoe x\": time over libmoe's "
+              "(graphs: over its graph's)")
         right = True
         routers = ("even", "zipf") if options.router == "both" else (options.router,)
         for (name, shape), router in itertools.product(wanted, routers):

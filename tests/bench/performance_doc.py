@@ -70,8 +70,9 @@ def compare_torch(run):
              f"{run['rounds']} rounds, CUDA events.", ""]
     rows = []
     for s in run["shapes"]:
-        ours = next((c for c in s["contestants"] if c["name"] == "libmoe" and "forward_ms" in c), {})
+        by_name = {c["name"]: c for c in s["contestants"]}
         for c in s["contestants"]:
+            ours = by_name.get("libmoe, graph" if c["name"].endswith(", graph") else "libmoe", {})
             cells = [f"{s['shape']} {LAYER.format(**s)}", s["router"], c["name"]]
             for part in ("forward", "backward"):
                 ms = c.get(part + "_ms")
