@@ -27,6 +27,7 @@ import statistics
 import sys
 
 HERE = pathlib.Path(__file__).resolve().parent
+TREE = HERE.parent.parent
 sys.path.insert(0, str(HERE))
 from libmoe import Library, MoeError  # noqa: E402
 
@@ -142,8 +143,8 @@ class Device:
         kinds = {torch.float32: self.lib.MOE_F32, torch.bfloat16: self.lib.MOE_BF16, torch.float16: self.lib.MOE_F16,
                  torch.float64: self.lib.MOE_F64, torch.int32: self.lib.MOE_I32}
         span = self.span(t)
-        view = self.lib.new("moe_tensor", handle=span.handle, offset=span.offset + t.storage_offset() * t.element_size(),
-                            dtype=kinds[t.dtype], rank=t.dim())
+        view = self.lib.new("moe_tensor", handle=span.handle, dtype=kinds[t.dtype], rank=t.dim(),
+                            offset=span.offset + t.storage_offset() * t.element_size())
         view.shape[: t.dim()], view.stride[: t.dim()] = t.shape, t.stride()
         return view
 
@@ -409,8 +410,8 @@ def errors_of(contestant, p):
     if contestant.logits:
         want_last = p.logits_gradient(want_last)
     errors = {name: (wrong / right) ** 0.5 for name, (wrong, right) in sums.items()}
-    for name, got, want in (("y", y, want_y), ("dx", dx, want_dx), ("dlogits" if contestant.logits else "dweights", last,
-                                                                    want_last)):
+    third = "dlogits" if contestant.logits else "dweights"
+    for name, got, want in (("y", y, want_y), ("dx", dx, want_dx), (third, last, want_last)):
         errors[name] = ((got.double() - want).norm() / want.norm()).item()
     return errors
 
@@ -527,8 +528,8 @@ def admit(entries, contestants, p, make, options, stream, pool):
 
 
 def print_times(entries, times, work):
-    print(f"  {'':32} {'forward ms':>10} {'TFLOP/s':>8} {'libmoe x':>8} {'backward ms':>11} {'TFLOP/s':>8} {'libmoe x':>8} "
-          f"{'kept MiB':>9}")
+    rates = f"{'TFLOP/s':>8} {'libmoe x':>8}"
+    print(f"  {'':32} {'forward ms':>10} {rates} {'backward ms':>11} {rates} {'kept MiB':>9}")
     for entry in entries:
         both = times.get(entry["name"])
         if isinstance(both, str):
@@ -597,7 +598,7 @@ def check(lib, options, stream):
 
 def find_library(given):
     places = [pathlib.Path(given)] if given else [
-        folder / ".libs" / "libmoe.so" for folder in (pathlib.Path.cwd(), HERE.parent.parent / "build", HERE.parent.parent)]
+        folder / ".libs" / "libmoe.so" for folder in (pathlib.Path.cwd(), TREE / "build", TREE)]
     return next((place for place in places if place.exists()), None)
 
 
@@ -605,7 +606,7 @@ def main():
     shapes, targets = named_shapes()
     parser = argparse.ArgumentParser(description="libmoe beside PyTorch, ScatterMoE, Liger and SonicMoE")
     parser.add_argument("--lib", help="libmoe.so [.libs/ here, or in build/ of the source tree]")
-    parser.add_argument("--include", default=HERE.parent.parent / "include", help="folder of its moe/*.h")
+    parser.add_argument("--include", default=TREE / "include", help="folder of its moe/*.h")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ...; with --check also opencl:cpu and others")
     parser.add_argument("--check", action="store_true", help="compare results at small shapes, and time nothing")
     parser.add_argument("--shape", action="append", help="a shape of moe_layer --list, T,D,F,E,K or targets [targets]")
@@ -655,8 +656,8 @@ def main():
                       "library": lib.moe_version_string().decode(), "torch": torch.__version__, "dtype": options.dtype,
                       "rounds": options.rounds, "shapes": []}
         print(f"{device.info.name.decode()} ({device.info.driver.decode()}), libmoe {everything['library']}, torch "
-              f"{torch.__version__}, {options.dtype}; medians of {options.rounds} rounds; \"libmoe x\": time over libmoe's "
-              "(graphs: over its graph's)")
+              f"{torch.__version__}, {options.dtype}; medians of {options.rounds} rounds; \"libmoe x\": time over "
+              "libmoe's (graphs: over its graph's)")
         right = True
         routers = ("even", "zipf") if options.router == "both" else (options.router,)
         for (name, shape), router in itertools.product(wanted, routers):

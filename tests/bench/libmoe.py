@@ -48,7 +48,8 @@ class Library:
                 self._constants[name] = int(value)
         for body, name in re.findall(r"typedef struct \w+ \{([^{}]*)\} (\w+);", text):
             self._add_struct(name, body)
-        for result, name, parameters in re.findall(r"MOE_API\s+(?:MOE_CHECKED\s+)?([\w *]+?)(moe_\w+)\(([^()]*)\);", text):
+        prototype = r"MOE_API\s+(?:MOE_CHECKED\s+)?([\w *]+?)(moe_\w+)\(([^()]*)\);"
+        for result, name, parameters in re.findall(prototype, text):
             self._add_function(result.strip(), name, parameters)
 
     def _type(self, words, pointer):

@@ -13,7 +13,8 @@ LAYER = "(T,D,F,E,K = {T},{D},{F},{E},{K})"
 
 
 def table(head, rows):
-    return ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"] + [f"| {' | '.join(row)} |" for row in rows] + [""]
+    lines = [f"| {' | '.join(row)} |" for row in [head] + rows]
+    return lines[:1] + ["|---" * len(head) + "|"] + lines[1:] + [""]
 
 
 def number(x, digits=1):
@@ -32,11 +33,11 @@ def layer_cells(figure):
 
 def moe_layer(run):
     shapes = [s for s in run["shapes"] if "figures" in s]
-    lines = [f"cuBLAS: {run['cublas']}. {run['dtype']}; "
-             f"{'L2 cache overwritten before each call' if run['l2_cold'] else 'caches as the calls before left them'}; "
-             f"medians of {run['rounds']} rounds, {'CUDA events' if run['cuda_events'] else 'the clock of the host'}. "
-             f"A large copy moves {run['copy_gbs']:.0f} GB/s"
-             + (f"; a dense product of 8192³ runs at {run['dense_tflops']:.0f} TFLOP/s." if run["dense_tflops"] else "."), ""]
+    caches = "L2 cache overwritten before each call" if run["l2_cold"] else "caches as the calls before left them"
+    dense = f"; a dense product of 8192³ runs at {run['dense_tflops']:.0f} TFLOP/s" if run["dense_tflops"] else ""
+    lines = [f"cuBLAS: {run['cublas']}. {run['dtype']}; {caches}; medians of {run['rounds']} rounds, "
+             f"{'CUDA events' if run['cuda_events'] else 'the clock of the host'}. "
+             f"A large copy moves {run['copy_gbs']:.0f} GB/s{dense}.", ""]
     if run["scale"] > 1:
         lines += [f"**Tokens divided by {run['scale']}**: no times of the layers themselves.", ""]
     head = ["layer", "router", "rows of an expert", "forward ms", "TFLOP/s", "of floor", "bound TFLOP/s", "of bound",
