@@ -446,6 +446,12 @@ static int is_wanted(const struct moe__part *p, const struct moe__entry *e, int6
          (flags & MOE_CHECKPOINT_CONVERT ? moe__converts(p->to.dtype, e->dtype) : p->to.dtype == e->dtype);
 }
 
+static int same_wish(const struct moe__part *a, const struct moe__part *b)
+{
+  return a->to.dtype == b->to.dtype && a->rank == b->rank &&
+         !memcmp(a->shape, b->shape, (size_t)a->rank * sizeof *a->shape);
+}
+
 moe_status moe__parts_check(const char *fn, const moe_checkpoint *c, const struct moe__part *parts, int64_t n,
                             const char *prefix, int64_t flags)
 {
@@ -458,7 +464,7 @@ moe_status moe__parts_check(const char *fn, const moe_checkpoint *c, const struc
   for (int64_t i = 0; i < n; i++) {
     const struct moe__part *p = &parts[i];
     const struct item *it = find(c, p->name);
-    if (i > 0 && !strcmp(parts[i - 1].name, p->name)) continue; /* another part of what was just looked at */
+    if (i > 0 && !strcmp(parts[i - 1].name, p->name) && same_wish(&parts[i - 1], p)) continue; /* was just looked at */
     if (it) named[it - c->items] = 1;
     if (!it) list_add(&missing, "%s", moe__shown(p->name).text);
     else if (!is_wanted(p, it->entry, flags))

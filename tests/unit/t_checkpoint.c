@@ -995,6 +995,15 @@ static void a_load_is_refused_before_the_first_byte(void **state)
   items[0].tensor.rank = 1;
   REFUSED(MOE_ERR_FORMAT, "; different: a (wanted f32 [3], got F32 [2,3])", 3, 0);
   items[0].tensor = a;
+  /* A name twice: each is compared. */
+  items[1] = items[0];
+  REFUSED(MOE_ERR_FORMAT, "three.safetensors; unexpected: b", 3, 0);
+  items[1].tensor.shape[0] = 1;
+  REFUSED(MOE_ERR_FORMAT, "; different: a (wanted f32 [1,3], got F32 [2,3])", 3, MOE_CHECKPOINT_PARTIAL);
+  items[1].tensor = a;
+  items[1].tensor.dtype = MOE_I32;
+  REFUSED(MOE_ERR_FORMAT, "; different: a (wanted i32 [2,3], got F32 [2,3])", 3, MOE_CHECKPOINT_PARTIAL);
+  items[1] = (moe_checkpoint_item){ "b", b };
   /* Arguments. */
   REFUSED(MOE_ERR_INVALID, "flags 8 are none", 3, 8);
   REFUSED(MOE_ERR_INVALID, "-1 items", -1, 0);
