@@ -23,12 +23,16 @@ struct moe__value *moe__tape_at(const moe_tape *t, moe_value v)
   return &t->values[index / MOE__PAGE][index % MOE__PAGE];
 }
 
+static int is_own(const moe_tape *t, moe_value v)
+{
+  return v.id >> 32 == t->generation && (v.id & 0xffffffffu) - 1 < (uint64_t)t->n_values;
+}
+
 /* Why v is no value of the tape: MOE_OK where it is one. */
 static moe_status known(const moe_tape *t, moe_value v, const char *fn)
 {
   if (!v.id) return moe__fail(MOE_ERR_INVALID, "%s: the null value", fn);
-  if (v.id >> 32 != t->generation || (v.id & 0xffffffffu) > (uint64_t)t->n_values)
-    return moe__fail(MOE_ERR_STATE, "%s: a value from before moe_tape_reset", fn);
+  if (!is_own(t, v)) return moe__fail(MOE_ERR_STATE, "%s: a value from before moe_tape_reset, or of another tape", fn);
   if (!moe__tape_at(t, v)->t.handle)
     return moe__fail(MOE_ERR_STATE, "%s: a value from inside a recomputed segment", fn);
   return MOE_OK;
@@ -341,12 +345,12 @@ static moe_value leaf(moe_tape *t, const moe_tensor *tensor, const moe_tensor *g
 {
   if (!t || t->status) return (moe_value){ 0 };
   if (!tensor || !tensor->handle) return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: tensor is not given", fn);
-  if (!moe_dtype_size(tensor->dtype) || tensor->rank < 0 || tensor->rank > MOE_RANK_MAX ||
-      !moe_tensor_is_packed(tensor))
-    return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: tensor is not a packed tensor", fn);
+  const moe_status st = moe__want_array(fn, "tensor", tensor, 0);
+  if (st) return moe__tape_fail(t, st), (moe_value){ 0 };
+  if (!moe_tensor_is_packed(tensor)) return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: tensor is not a packed tensor", fn);
   if (needs && !moe__is_float(tensor->dtype))
     return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: %s has no gradient", fn, moe_dtype_name(tensor->dtype));
-  if (grad && (!grad->handle || !moe__is_float(grad->dtype) || !moe__same_shape(tensor, grad) ||
+  if (grad && (moe__want_out(fn, "grad", grad, 0, tensor->rank, tensor->shape) || !grad->handle ||
                !moe_tensor_is_packed(grad) || (grad->dtype == MOE_F64) != (tensor->dtype == MOE_F64)))
     return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: grad wants the shape of the tensor, packed, a float (f64 with f64 only)",
                      fn);
@@ -697,7 +701,5 @@ moe_status moe_tape_gradients(moe_value *grads, moe_tape *t, const moe_value *of
 
 moe_value moe_tape_grad(const moe_tape *t, moe_value v)
 {
-  if (!t || t->status || !v.id || v.id >> 32 != t->generation || (v.id & 0xffffffffu) > (uint64_t)t->n_values)
-    return (moe_value){ 0 };
-  return moe__tape_at(t, v)->grad;
+  return t && !t->status && is_own(t, v) ? moe__tape_at(t, v)->grad : no_value;
 }

@@ -369,8 +369,9 @@ moe_value moe_tape_broadcast(moe_tape *t, moe_value a, int64_t rank, const int64
   const struct moe__value *v = look_float(t, a, fn, "a");
   if (!v) return none;
   moe_tensor x = v->t, want = { 0 };
-  if (rank < x.rank || rank > MOE_RANK_MAX || !shape)
-    return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: rank %lld, wanted %d to %d", fn, (long long)rank, x.rank, MOE_RANK_MAX);
+  if (rank < x.rank || rank > MOE_RANK_MAX || (rank && !shape))
+    return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: rank %lld, wanted %d to %d, or no shape", fn, (long long)rank, x.rank,
+                     MOE_RANK_MAX);
   want.rank = (int32_t)rank;
   for (int64_t d = 0; d < rank; d++) {
     const int64_t dx = d - (rank - x.rank);
@@ -396,9 +397,8 @@ moe_value moe_tape_reshape(moe_tape *t, moe_value a, int64_t rank, const int64_t
   moe_tensor y;
   const struct moe__value *v = moe__tape_look(t, a, fn);
   if (!v) return none;
-  moe_span where = { v->t.handle, v->t.offset, moe_tensor_extent(&v->t) };
-  moe_status st = moe_tensor_packed(&y, where, v->t.dtype, rank, shape);
-  if (st) return moe__tape_fail(t, st), none;
+  moe_status st = moe_tensor_packed(&y, (moe_span){ v->t.handle, v->t.offset, UINT64_MAX }, v->t.dtype, rank, shape);
+  if (st) return moe__tape_fail(t, moe__fail_in(st, fn)), none;
   if (moe_tensor_count(&y) != moe_tensor_count(&v->t))
     return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: %lld elements, shape has %lld", fn, (long long)moe_tensor_count(&v->t),
                      (long long)moe_tensor_count(&y));

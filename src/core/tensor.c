@@ -93,7 +93,7 @@ int moe_tensor_is_packed(const moe_tensor *t)
   int64_t stride = 1;
   for (int d = t->rank - 1; d >= 0; d--) {
     if (t->shape[d] != 1 && t->stride[d] != stride) return 0;
-    stride *= t->shape[d] ? t->shape[d] : 1; /* as moe_tensor_packed */
+    if (moe__mul(&stride, stride, t->shape[d] ? t->shape[d] : 1)) return 0; /* as moe_tensor_packed */
   }
   return 1;
 }

@@ -947,9 +947,12 @@ static void tape(void **state)
   INVALID("not given", moe_tape_leaf(t, NULL, 1));
   INVALID("not given", moe_tape_leaf(t, SPOILT(good.s.io.x, handle = NULL), 1));
   INVALID("not a packed", moe_tape_leaf(t, SPOILT(good.s.io.x, stride[0] = 9), 1));
-  INVALID("not a packed", moe_tape_leaf(t, SPOILT(good.s.io.x, rank = 7), 1));
-  INVALID("not a packed", moe_tape_leaf(t, SPOILT(good.s.io.x, rank = -1), 1));
-  INVALID("not a packed", moe_tape_leaf(t, SPOILT(good.s.io.x, dtype = 0), 1));
+  INVALID("moe_tape_leaf: tensor has rank 7", moe_tape_leaf(t, SPOILT(good.s.io.x, rank = 7), 1));
+  INVALID("tensor has rank -1", moe_tape_leaf(t, SPOILT(good.s.io.x, rank = -1), 1));
+  INVALID("tensor has dtype 0", moe_tape_leaf(t, SPOILT(good.s.io.x, dtype = 0), 1));
+  INVALID("extent -6 in dimension 0", moe_tape_leaf(t, SPOILT(good.s.io.x, shape[0] = -6), 1));
+  INVALID("in dimension 0", moe_tape_leaf(t, SPOILT(good.s.io.x, shape[0] = (int64_t)1 << 62), 1));
+  INVALID("begins at byte", moe_tape_leaf(t, SPOILT(good.s.io.x, offset += 1), 1));
   INVALID("i32 has no gradient", moe_tape_leaf(t, &good.s.ids, 1));
   INVALID("grad is NULL", moe_tape_param(t, &good.s.io.x, NULL));
   INVALID("grad wants", moe_tape_param(t, &good.s.io.x, SPOILT(grad, handle = NULL)));
@@ -957,6 +960,7 @@ static void tape(void **state)
   INVALID("grad wants", moe_tape_param(t, &good.s.io.x, SPOILT(grad, dtype = MOE_F64)));
   INVALID("grad wants", moe_tape_param(t, &good.s.io.x, SPOILT(grad, dtype = MOE_I32)));
   INVALID("grad wants", moe_tape_param(t, &good.s.io.x, SPOILT(grad, stride[0] = 10)));
+  INVALID("grad wants", moe_tape_param(t, &good.s.io.x, SPOILT(grad, offset += 1)));
   INVALID("moe_tape_add: the null value", moe_tape_add(t, x, NO_VALUE));
   INVALID("moe_tape_add: the null value", moe_tape_add(t, NO_VALUE, x));
   INVALID("do not broadcast", moe_tape_add(t, x, w));
@@ -965,6 +969,10 @@ static void tape(void **state)
   INVALID("moe_tape_scale: a is i32", moe_tape_scale(t, ids, 2));
   INVALID("moe_tape_scale: the null value", moe_tape_scale(t, NO_VALUE, 2));
   INVALID("48 elements, shape has 47", moe_tape_reshape(t, x, 1, wrong));
+  INVALID("moe_tape_reshape: 48 elements, shape has 96", moe_tape_reshape(t, x, 1, (const int64_t[]){ 96 }));
+  INVALID("moe_tape_reshape: moe_tensor_packed: ", moe_tape_reshape(t, x, 2, NULL));
+  INVALID("at least one axis", moe_tape_sum_axes(t, x, 1, NULL, 0));
+  INVALID("at least one axis", moe_tape_max_axes(t, x, 2, NULL, 1));
   INVALID("rank 7", moe_tape_reshape(t, x, 7, shape));
   INVALID("shape[1] is -8", moe_tape_reshape(t, x, 2, negative));
   INVALID("inner extents 8 and 6", moe_tape_matmul(t, x, x, 0, 0));
@@ -1033,6 +1041,9 @@ static void tape_values(void **state)
   FAILS(MOE_ERR_INVALID, "seed differs", moe_tape_backward(t, sum, y, 0));
   moe_tape_reset(t);
   FAILS(MOE_ERR_STATE, "from before moe_tape_reset", moe_tape_tensor(&tensor, t, x));
+  const moe_value number_0 = { y.id >> 32 << 32 };
+  FAILS(MOE_ERR_STATE, "from before moe_tape_reset", moe_tape_tensor(&tensor, t, number_0));
+  assert_int_equal(moe_tape_grad(t, number_0).id, 0);
   OK(moe_tape_status(t));
 }
 

@@ -275,6 +275,11 @@ static void packed_ignores_strides_of_single_elements(void **state)
   t = matrix(MOE_F32, 2, 2);
   t.stride[0] = 3;
   assert_false(moe_tensor_is_packed(&t));
+  t = matrix(MOE_F32, 1, (int64_t)1 << 62);
+  t.rank = 3;
+  t.shape[2] = t.stride[1] = 4;
+  t.stride[2] = 1;
+  assert_false(moe_tensor_is_packed(&t)); /* more than 2^63-1 elements */
 }
 
 static void a_broadcast_is_one_element_long(void **state)
