@@ -228,6 +228,16 @@ void moe__tape_on_reset(moe_tape *t, void (*call)(void *user), void *user)
 }
 
 /* ---- lifetime ---------------------------------------------------------------------------------------------------- */
+/* One of its own for every tape, from every reset on, so that no tape takes another's values for its own. */
+static uint64_t new_generation(void)
+{
+  static _Atomic uint32_t last;
+  uint32_t next;
+  do next = ++last;
+  while (!next);
+  return next;
+}
+
 moe_status moe_tape_create(moe_tape **out, moe_queue *q, const moe_tape_desc *given)
 {
   static const char fn[] = "moe_tape_create";
@@ -240,7 +250,7 @@ moe_status moe_tape_create(moe_tape **out, moe_queue *q, const moe_tape_desc *gi
   if (!t) return moe__fail(MOE_ERR_NO_MEMORY, "%s: no host memory", fn);
   t->q = q;
   t->block_bytes = desc.block ? desc.block : DEFAULT_BLOCK;
-  t->generation = ((uintptr_t)t >> 4 & 0xffffffffu) | 1; /* values of other tapes are not taken for ours */
+  t->generation = new_generation();
   t->recording = 1;
   moe_status st = moe__health_create(t, &desc);
   if (st) {
@@ -306,7 +316,7 @@ void moe_tape_reset(moe_tape *t)
   memset(t->ones, 0, sizeof t->ones);
   for (int d = 0; d < MOE__TAPE_DEPTH; d++) t->pools[d].at = (struct moe__mark){ 0, 0 };
   t->depth = 0;
-  t->generation = t->generation % 0xffffffffu + 1;
+  t->generation = new_generation();
   t->status = MOE_OK;
   t->recording = 1;
   if (t->health) moe__health_flush(t);

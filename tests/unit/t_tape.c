@@ -487,6 +487,24 @@ static void values_from_before_reset_are_errors(void **state)
   }
 }
 
+/* Each reset of one tape is followed by a look at another's value of the same number. */
+static void values_of_another_tape_are_errors(void **state)
+{
+  static const double a[] = { 2, 3 };
+  moe_tensor t = put(MOE_F32, a, SHAPE(2)), out;
+  moe_tape *other;
+  (void)state;
+  upload();
+  OK(moe_tape_create(&other, q, NULL));
+  const moe_value theirs = moe_tape_leaf(other, &t, 1);
+  for (int i = 0; i < 10000; i++) {
+    assert_true(moe_tape_leaf(tape, &t, 1).id != theirs.id);
+    FAILS(MOE_ERR_STATE, "or of another tape", moe_tape_tensor(&out, tape, theirs));
+    moe_tape_reset(tape);
+  }
+  moe_tape_free(other);
+}
+
 /* ---- the layer --------------------------------------------------------------------------------------------------- */
 enum { T = 5, D = 4, F = 6, E = 4, K = 2 };
 struct small {
@@ -804,6 +822,7 @@ int main(void)
     TEST(a_seed_multiplies),
     TEST(empty_tensors),
     TEST(values_from_before_reset_are_errors),
+    TEST(values_of_another_tape_are_errors),
     TEST(the_layer_on_the_tape),
     TEST(filled_and_normal_values),
     TEST(nothing_grows_over_thousands_of_cycles),
