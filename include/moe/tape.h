@@ -238,10 +238,12 @@ typedef enum moe_backward_flags {
    `of`, in its shape and dtype; the null value, for one element: 1.  Each call starts from clean gradients.
    Differentiating a gradient of a fused operation is MOE_ERR_NO_SECOND_DERIVATIVE, naming the node. */
 MOE_API MOE_CHECKED moe_status moe_tape_backward(moe_tape *tape, moe_value of, moe_value seed, int64_t flags);
-/* The gradient of v from the last moe_tape_backward; the null value where none flowed. */
+/* The gradient of v from the last moe_tape_backward; the null value where none flowed.  Of a parameter, without
+   MOE_CREATE_GRAPH: its gradient tensor. */
 MOE_API moe_value moe_tape_grad(const moe_tape *tape, moe_value v);
 /* grads[i] = sum over j of the gradient of of[j], times seeds[j], with respect to wrt[i]; the null value where none
    flows.  Writes no parameter's gradient tensor.  seeds may be NULL: each `of` has one element, and 1 is meant.
+   MOE_ERR_INVALID where an `of` depends on nothing that needs a gradient.
    flags: MOE_CREATE_GRAPH, MOE_DECOMPOSE.  May be called inside custom functions (what is to be differentiated there
    must have been recorded) and segments.  grads may be `of` or wrt. */
 MOE_API MOE_CHECKED moe_status moe_tape_gradients(moe_value *grads, moe_tape *tape, const moe_value *of,

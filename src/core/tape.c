@@ -665,16 +665,16 @@ moe_status moe_tape_gradients(moe_value *grads, moe_tape *t, const moe_value *of
   for (int64_t i = 0; t->status && grads && i < n_wrt; i++) grads[i] = no_value;
   if (t->status) return moe_tape_status(t);
 
-  /* The walk may run inside another one (a custom function's backward): that one's gradients are put aside. */
+  /* What the last moe_tape_backward gave, or the walk inside which this one runs has so far, is put aside. */
   struct outer {
     moe_value grad;
     int skip, written, joins;
   } *outer = NULL;
-  const int64_t n_outer = t->walking ? t->n_values : 0, outer_flags = t->flags;
+  const int64_t n_outer = t->n_values, outer_flags = t->flags;
   const int recording = t->recording, direct = t->direct;
   struct moe__node *walking = t->walking;
   const int joins = !walking || moe__tape_joins(t, walking);
-  if (n_outer && !(outer = malloc((size_t)n_outer * sizeof *outer)))
+  if (!(outer = malloc((size_t)n_outer * sizeof *outer)))
     moe__tape_fail(t, moe__fail(MOE_ERR_NO_MEMORY, "%s: no host memory", fn));
   for (int64_t i = 0; outer && i < n_outer; i++) {
     const struct moe__value *v = &t->values[i / MOE__PAGE][i % MOE__PAGE];

@@ -505,6 +505,25 @@ static void values_of_another_tape_are_errors(void **state)
   moe_tape_free(other);
 }
 
+/* ---- what moe_tape_grad tells ------------------------------------------------------------------------------------ */
+static void gradients_leave_those_of_backward(void **state)
+{
+  static const double a[] = { 2, 3 };
+  double now[2];
+  (void)state;
+  moe_tensor t = put(MOE_F32, a, SHAPE(2));
+  upload();
+  moe_value x = moe_tape_leaf(tape, &t, 1), loss = square(x), other = moe_tape_sum(tape, moe_tape_scale(tape, x, 9)), g;
+  OK(moe_tape_backward(tape, loss, none, 0));
+  const moe_value before = moe_tape_grad(tape, x);
+  OK(moe_tape_gradients(&g, tape, &other, NULL, 1, &x, 1, 0));
+  OK(moe_tape_read(tape, g, now, 2));
+  assert_near(now[1], 9, 0);
+  assert_true(moe_tape_grad(tape, x).id == before.id && moe_tape_grad(tape, other).id == 0);
+  OK(moe_tape_read(tape, moe_tape_grad(tape, x), now, 2));
+  assert_near(now[1], 6, 0);
+}
+
 /* ---- the layer --------------------------------------------------------------------------------------------------- */
 enum { T = 5, D = 4, F = 6, E = 4, K = 2 };
 struct small {
@@ -823,6 +842,7 @@ int main(void)
     TEST(empty_tensors),
     TEST(values_from_before_reset_are_errors),
     TEST(values_of_another_tape_are_errors),
+    TEST(gradients_leave_those_of_backward),
     TEST(the_layer_on_the_tape),
     TEST(filled_and_normal_values),
     TEST(nothing_grows_over_thousands_of_cycles),
