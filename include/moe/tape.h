@@ -95,10 +95,10 @@ MOE_API moe_value moe_tape_silu(moe_tape *tape, moe_value a);
 MOE_API moe_value moe_tape_erf(moe_tape *tape, moe_value a);
 MOE_API moe_value moe_tape_gelu(moe_tape *tape, moe_value a);      /* a (1 + erf(a/sqrt 2)) / 2 */
 MOE_API moe_value moe_tape_gelu_tanh(moe_tape *tape, moe_value a); /* the tanh form */
-/* The values in another float dtype (F64 <-> F32, and F32, BF16, F16 among each other). */
+/* The values in another float dtype (F64 <-> F32, and F32, BF16, F16 among each other); a itself in its own. */
 MOE_API moe_value moe_tape_cast(moe_tape *tape, moe_value a, int64_t dtype);
 
-/* Over all elements: [1], FP32 (FP64 in f64). */
+/* Over all elements: [1], FP32 (FP64 in f64).  The sum and the mean of nothing are 0, the largest of nothing -infinity. */
 MOE_API moe_value moe_tape_sum(moe_tape *tape, moe_value a);
 MOE_API moe_value moe_tape_mean(moe_tape *tape, moe_value a);
 /* Over n axes, which become extents of 1, or vanish unless `keep`.  In a's dtype, summed in FP32 (FP64).  The gradient

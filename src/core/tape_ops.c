@@ -576,7 +576,7 @@ static moe_value sum_axes(moe_tape *t, const struct moe__rule *rule, moe_value a
   if (!bits) return none;
   if (rule == &rule_mean_axes)
     for (int d = 0; d < v->t.rank; d++)
-      if (bits >> d & 1) alpha /= (double)v->t.shape[d]; /* of nothing: NaN, as 0/0 */
+      if (bits >> d & 1) alpha = v->t.shape[d] ? alpha / (double)v->t.shape[d] : 0;
   moe_tensor y = reduce(t, v->t, MOE__ND_SUM, bits, alpha);
   node *made = moe__tape_node(t, rule, 1, &a, 1);
   if (made) made->alpha = alpha;

@@ -524,6 +524,23 @@ static void gradients_leave_those_of_backward(void **state)
   assert_near(now[1], 6, 0);
 }
 
+static void reductions_of_nothing(void **state)
+{
+  static const int64_t axis[] = { 0 };
+  double row[3];
+  (void)state;
+  moe_tensor t = t_tensor(&m, MOE_F32, 0, SHAPE(0, 3));
+  upload();
+  moe_value x = moe_tape_leaf(tape, &t, 1), y = moe_tape_mean_axes(tape, x, 1, axis, 0);
+  OK(moe_tape_read(tape, y, row, 3));
+  for (int i = 0; i < 3; i++) assert_near(row[i], 0, 0);
+  OK(moe_tape_read(tape, moe_tape_max_axes(tape, x, 1, axis, 0), row, 3));
+  for (int i = 0; i < 3; i++) assert_true(row[i] < 0 && isinf(row[i]));
+  OK(moe_tape_backward(tape, moe_tape_sum(tape, y), none, 0));
+  assert_near(number_of(moe_tape_broadcast(tape, moe_tape_reshape(tape, moe_tape_sum(tape, x), 0, NULL), 0, NULL)), 0,
+              0);
+}
+
 /* ---- the layer --------------------------------------------------------------------------------------------------- */
 enum { T = 5, D = 4, F = 6, E = 4, K = 2 };
 struct small {
@@ -843,6 +860,7 @@ int main(void)
     TEST(values_from_before_reset_are_errors),
     TEST(values_of_another_tape_are_errors),
     TEST(gradients_leave_those_of_backward),
+    TEST(reductions_of_nothing),
     TEST(the_layer_on_the_tape),
     TEST(filled_and_normal_values),
     TEST(nothing_grows_over_thousands_of_cycles),
