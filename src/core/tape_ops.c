@@ -599,8 +599,10 @@ static void back_max_axes(moe_tape *t, node *n, const moe_value *d)
   for (int i = 0; i < MOE_RANK_MAX; i++)
     if (n->flag[0] >> i & 1) axes[count++] = i;
   moe_value largest = equal(t, n->in[0], n->out[0]);
-  const int64_t recording = moe_tape_set_recording(t, 0);
+  const int64_t recording = moe_tape_set_recording(t, 0), dtype = tensor_of(t, n->in[0]).dtype;
+  largest = moe_tape_cast(t, largest, moe__real_of(dtype)); /* in F16 a count of 65520 is infinite */
   moe_value share = moe_tape_div(t, largest, moe_tape_sum_axes(t, largest, count, axes, 1));
+  share = moe_tape_cast(t, share, dtype);
   moe_tape_set_recording(t, recording);
   through(t, n, d[0], share);
 }
@@ -872,6 +874,7 @@ moe_value moe_tape_log_softmax(moe_tape *t, moe_value a, int64_t dim)
   return softmax(t, &rule_log_softmax, a, dim, "moe_tape_log_softmax");
 }
 
+/* In FP32, as rms_norm's kernels are: the square of 256 is infinite in F16. */
 static void expand_layer_norm(moe_tape *t, node *n, moe_value *out)
 {
   if (t->status) return;

@@ -524,6 +524,40 @@ static void gradients_leave_those_of_backward(void **state)
   assert_near(now[1], 6, 0);
 }
 
+/* ---- what FP16 cannot count ---------------------------------------------------------------------------------------- */
+/* Sums and squares inside an operation may be past FP16's 65504 where its result is not. */
+static void operations_have_the_range_of_their_results(void **state)
+{
+  enum { MANY = 70000 };
+  static double zeros[MANY];
+  static const double large[] = { 300, -300, 600, -600 }, small[] = { 1e-3, -1e-3, 2e-3, -2e-3 },
+                      ones[] = { 1, 1, 1, 1 }, s[] = { 1, 2, 0, 1 };
+  const double deviation = sqrt(225000), tiny = sqrt(2.5e-6 + 1e-9);
+  double kernel[4], primitive[4];
+  (void)state;
+  moe_tensor many = put(MOE_F16, zeros, SHAPE(MANY)), tl = put(MOE_F16, large, SHAPE(1, 4)),
+             ts = put(MOE_F16, small, SHAPE(1, 4)), tw = put(MOE_F16, ones, SHAPE(4)),
+             seed = put(MOE_F16, s, SHAPE(1, 4));
+  upload();
+  moe_value x = moe_tape_leaf(tape, &many, 1), w = moe_tape_leaf(tape, &tw, 1), l = moe_tape_leaf(tape, &tl, 1);
+  assert_near(number_of(moe_tape_softmax(tape, x, 0)), 1.0 / MANY, 0x1p-24);
+  assert_near(number_of(moe_tape_log_softmax(tape, x, 0)), -log(MANY), 0x1p-7);
+  moe_value largest = moe_tape_max_axes(tape, x, 1, (const int64_t[]){ 0 }, 1);
+  OK(moe_tape_backward(tape, largest, none, 0));
+  assert_near(number_of(moe_tape_grad(tape, x)), 1.0 / MANY, 0x1p-24);
+  assert_near(number_of(moe_tape_layer_norm(tape, l, w, none, 1e-5)), 300 / deviation, 0x1p-10);
+  assert_near(number_of(moe_tape_layer_norm(tape, moe_tape_leaf(tape, &ts, 1), w, none, 1e-9)), 1e-3 / tiny, 0x1p-10);
+  moe_value y = moe_tape_rms_norm(tape, l, w, 1e-5);
+  OK(moe_tape_backward(tape, y, moe_tape_leaf(tape, &seed, 0), 0));
+  OK(moe_tape_read(tape, moe_tape_grad(tape, l), kernel, 4));
+  OK(moe_tape_backward(tape, y, moe_tape_leaf(tape, &seed, 0), MOE_CREATE_GRAPH));
+  OK(moe_tape_read(tape, moe_tape_grad(tape, l), primitive, 4));
+  for (int i = 0; i < 4; i++) {
+    assert_true(kernel[i] > 5e-4);
+    assert_near(primitive[i], kernel[i], 4e-6);
+  }
+}
+
 static void reductions_of_nothing(void **state)
 {
   static const int64_t axis[] = { 0 };
@@ -860,6 +894,7 @@ int main(void)
     TEST(values_from_before_reset_are_errors),
     TEST(values_of_another_tape_are_errors),
     TEST(gradients_leave_those_of_backward),
+    TEST(operations_have_the_range_of_their_results),
     TEST(reductions_of_nothing),
     TEST(the_layer_on_the_tape),
     TEST(filled_and_normal_values),
