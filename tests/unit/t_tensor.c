@@ -275,7 +275,7 @@ static void packed_ignores_strides_of_single_elements(void **state)
   t = matrix(MOE_F32, 2, 2);
   t.stride[0] = 3;
   assert_false(moe_tensor_is_packed(&t));
-  t = matrix(MOE_F32, 1, (int64_t)1 << 62);
+  t = matrix(MOE_U8, 1, (int64_t)1 << 62);
   t.rank = 3;
   t.shape[2] = t.stride[1] = 4;
   t.stride[2] = 1;
