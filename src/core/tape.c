@@ -691,6 +691,7 @@ moe_status moe_tape_gradients(moe_value *grads, moe_tape *t, const moe_value *of
     walk_back(t, of, seeds, n_of, joins, fn);
   }
   t->order--;
+  if (!t->status) moe__tape_fail(t, t->q->ctx->be->flush(t->q->be));
   for (int64_t i = 0; i < n_wrt; i++) /* last: grads may be `of`, or wrt */
     grads[i] = t->status ? no_value : moe__tape_at(t, wrt[i])->grad;
   for (int64_t i = 0; outer && i < n_outer; i++) {
@@ -705,7 +706,6 @@ moe_status moe_tape_gradients(moe_value *grads, moe_tape *t, const moe_value *of
   t->flags = outer_flags;
   t->direct = direct;
   t->walking = walking;
-  if (!t->status) moe__tape_fail(t, t->q->ctx->be->flush(t->q->be));
   return moe_tape_status(t);
 }
 
