@@ -37,7 +37,8 @@ MOE_API MOE_CHECKED moe_status moe_adamw_add(moe_adamw *opt, const moe_tensor *p
                                              double decay, double rate_scale);
 /* Bytes of state for what was added. */
 MOE_API MOE_CHECKED moe_status moe_adamw_measure(uint64_t *bytes, const moe_adamw *opt);
-/* Lends the state's memory and fills it: moments 0, step 0, masters from the parameters.  Enqueued. */
+/* Lends the state's memory and fills it: moments 0, step 0, masters from the parameters.  Enqueued.  After a failure to
+   do so it is bound to no memory. */
 MOE_API MOE_CHECKED moe_status moe_adamw_bind(moe_adamw *opt, moe_queue *queue, moe_span state);
 /* One step over all parameters; enqueued, no wait, no allocation.  Where the global gradient norm is not
    finite nothing changes (step and moments included) and MOE_HEALTH_OVERFLOW is set. */

@@ -192,6 +192,7 @@ moe_status moe_adamw_bind(moe_adamw *o, moe_queue *q, moe_span state)
   a.used = bytes;
   MOE__TRY(moe__arena_check(&a, fn, "state"));
   a.used = 0;
+  o->bound = 0; /* until all of it is there */
   lay(o, &a);
   MOE__TRY(o->ctx->be->fill(q->be, state, 0, bytes));
   struct moe__walk w = { .mode = MOE__RUN, .ctx = o->ctx, .q = q };
@@ -201,8 +202,9 @@ moe_status moe_adamw_bind(moe_adamw *o, moe_queue *q, moe_span state)
       STEP(&w, "master", elt_map, MOE_AUTO, .dtype = o->desc.dtype, .y = it->master, .a = it->p, .op = MOE__ELT_COPY,
            .n = it->p.shape[0], .alpha = 1);
   }
+  MOE__TRY(o->ctx->be->flush(q->be));
   o->bound = 1;
-  return o->ctx->be->flush(q->be);
+  return MOE_OK;
 }
 
 moe_status moe_adamw_step(moe_adamw *o, moe_queue *q)
