@@ -89,6 +89,7 @@ moe_status moe_context_create(moe_context **out, const moe_context_desc *given)
     if (st == MOE_OK && n > 0) st = open_on(out, moe__backends[i], "", NULL, NULL, &desc);
     else if (st == MOE_OK) st = MOE_ERR_NO_DEVICE;
     if (st == MOE_OK) return MOE_OK;
+    if (st == MOE_ERR_NO_MEMORY) return moe__fail_in(st, fn); /* says nothing of devices */
     if (used < sizeof reasons)
       used += (size_t)snprintf(reasons + used, sizeof reasons - used, "%s%s", used ? "; " : "", moe_last_error());
   }
@@ -113,7 +114,8 @@ moe_status moe_device_list(moe_device_info *out, int64_t index)
   if (!out) return moe__fail(MOE_ERR_INVALID, "%s: out is NULL", fn);
   for (int i = 0; moe__backends[i]; i++) {
     int n = 0;
-    if (moe__backends[i]->count(&n)) n = 0;
+    moe_status st = moe__backends[i]->count(&n);
+    if (st) return moe__fail_in(st, fn);
     if (index >= past && index < past + n) {
       moe_device_info own = moe_device_info_init();
       MOE__TRY(moe__backends[i]->probe((int)(index - past), &own));
@@ -253,10 +255,8 @@ void moe_queue_free(moe_queue *q)
 static moe_status take_health(moe_queue *q, uint64_t *bits)
 {
   int32_t word = 0;
-  *bits = 0;
   MOE__TRY(q->ctx->be->read(q->be, &word, q->health_span, sizeof word));
-  if (!word) return MOE_OK;
-  MOE__TRY(q->ctx->be->fill(q->be, q->health_span, 0, HEALTH_WORDS * sizeof(int32_t)));
+  if (word) MOE__TRY(q->ctx->be->fill(q->be, q->health_span, 0, HEALTH_WORDS * sizeof(int32_t)));
   *bits = (uint64_t)(uint32_t)word;
   return MOE_OK;
 }
