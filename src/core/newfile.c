@@ -38,7 +38,7 @@ char *moe__beside(const char *path, const char *name)
 static char *folder_of(const char *path)
 {
   char *folder = moe__beside(path, "");
-  if (folder && *folder) return folder;
+  if (!folder || *folder) return folder;
   free(folder);
   return strdup(".");
 }
