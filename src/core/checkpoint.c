@@ -247,16 +247,19 @@ static char *joined(const char *folder, const char *name)
   return path;
 }
 
-/* What there is to open: the path itself, or what the folder holds. */
-static char *resolve(const char *path)
+/* What there is to open, for the caller to free: the path itself, or what the folder holds. */
+static moe_status resolve(const char *fn, char **out, const char *path)
 {
-  static const char *const names[] = { "model.safetensors.index.json", "model.safetensors" };
   struct stat is;
-  if (stat(path, &is) || !S_ISDIR(is.st_mode)) return strdup(path);
-  char *index = joined(path, names[0]);
-  if (!index || !stat(index, &is)) return index;
-  free(index);
-  return joined(path, names[1]);
+  *out = NULL;
+  if (stat(path, &is)) return moe__fail_io(fn, "cannot open", path);
+  *out = S_ISDIR(is.st_mode) ? joined(path, "model.safetensors.index.json") : strdup(path);
+  if (!*out) return no_memory(fn);
+  if (!S_ISDIR(is.st_mode) || !stat(*out, &is)) return MOE_OK;
+  const moe_status st = errno == ENOENT ? MOE_OK : moe__fail_io(fn, "cannot open", *out);
+  free(*out);
+  *out = st ? NULL : joined(path, "model.safetensors");
+  return st || *out ? st : no_memory(fn);
 }
 
 static moe_status open_as(const char *fn, moe_checkpoint **out, const char *path,
@@ -266,15 +269,13 @@ static moe_status open_as(const char *fn, moe_checkpoint **out, const char *path
   *out = NULL;
   if (!path) return moe__fail(MOE_ERR_INVALID, "%s: path is NULL", fn);
   moe_checkpoint *c = calloc(1, sizeof *c);
-  if (!c || !(c->path = resolve(path))) {
-    free(c);
-    return no_memory(fn);
-  }
-  if (!how) {
+  if (!c) return no_memory(fn);
+  moe_status st = resolve(fn, &c->path, path);
+  if (!st && !how) {
     const size_t length = strlen(c->path);
     how = length > 5 && !strcmp(c->path + length - 5, ".json") ? open_sharded : open_single;
   }
-  moe_status st = how(fn, c);
+  if (!st) st = how(fn, c);
   if (st) moe_checkpoint_close(c);
   else *out = c;
   return st;

@@ -65,8 +65,8 @@ static uint64_t little(const unsigned char *p)
   return v;
 }
 
-/* The object that the text is.  Where memory runs out jansson may also call the text wrong, or cut the first long string
-   short: a name that is then missing, or a hash that does not fit. */
+/* The object that the text is.  Where memory runs out inside a string jansson (to 2.14, its issue 362) may call the text
+   wrong, cut the string short, or go past its buffer. */
 static moe_status parse_object(json_t **out, const void *text, size_t length)
 {
   json_error_t error;
