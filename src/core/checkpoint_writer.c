@@ -516,15 +516,15 @@ static moe_status write_index(const char *fn, moe_checkpoint_writer *w, json_t *
   return st;
 }
 
-/* Shard i gets its name; *made: where the name was not there, else it replaces its equal. */
+/* Shard i gets its name; *made: where the name was not there for certain, else it may replace its equal. */
 static moe_status publish_shard(const char *fn, moe_checkpoint_writer *w, int64_t i, const char *name, char **made)
 {
   struct stat is;
   char *path = moe__beside(w->path, name);
   if (!path) return no_memory(fn);
-  const int was_there = !lstat(path, &is);
+  const int is_new = lstat(path, &is) && errno == ENOENT;
   moe_status st = moe__newfile_publish(fn, &w->shards[i], path);
-  if (!st && !was_there) *made = path;
+  if (!st && is_new) *made = path;
   else free(path);
   return st;
 }
