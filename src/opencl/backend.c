@@ -312,15 +312,14 @@ static moe_status open_found(struct moe__dev **out, const struct found *f, const
 {
   struct moe__dev *dev = calloc(1, sizeof *dev);
   int cpu = f->kind == MOE_DEVICE_CPU;
-  cl_int code = CL_INVALID_CONTEXT;
+  cl_int code;
   if (!dev) return no_memory();
   pthread_mutex_init(&dev->building, NULL);
   describe(&dev->info.pub, f);
   dev->hooks = how->hooks;
-  dev->device = moe__cl_keep(Device, f->device);
-  if (!dev->device) code = CL_INVALID_DEVICE;
-  else if (how->lent_context) dev->context = moe__cl_keep(Context, (cl_context)how->lent_context);
-  else dev->context = moe__cl_made(moe__cl.clCreateContext(NULL, 1, &f->device, NULL, NULL, &code));
+  dev->device = moe__cl_keep(Device, f->device, &code);
+  if (dev->device && how->lent_context) dev->context = moe__cl_keep(Context, (cl_context)how->lent_context, &code);
+  else if (dev->device) dev->context = moe__cl_made(moe__cl.clCreateContext(NULL, 1, &f->device, NULL, NULL, &code));
   if (!dev->context) {
     moe_status status = fail(MOE_ERR_BACKEND, dev, code, "no context");
     opencl_close(dev);
@@ -385,8 +384,8 @@ static moe_status adopt_buffer(struct moe__dev *dev, const struct moe__foreign *
   if (there->offset > size || there->bytes > size - there->offset)
     return moe__fail(MOE_ERR_INVALID, "%s: the cl_mem has %zu bytes, %llu from byte %llu are wanted", dev->info.pub.id,
                      size, (unsigned long long)there->bytes, (unsigned long long)there->offset);
-  *here = (struct moe__adopted){ moe__cl_keep(MemObject, memory), there->offset, 1 };
-  return here->handle ? MOE_OK : fail(MOE_ERR_BACKEND, dev, CL_INVALID_MEM_OBJECT, "the cl_mem cannot be retained");
+  *here = (struct moe__adopted){ moe__cl_keep(MemObject, memory, &code), there->offset, 1 };
+  return here->handle ? MOE_OK : fail(MOE_ERR_BACKEND, dev, code, "the cl_mem cannot be retained");
 }
 
 /* Host memory, on CPU devices, which use it where it is.  The buffer begins at the alignment that buffers have, within
@@ -437,13 +436,13 @@ static moe_status check_lent(const struct moe__dev *dev, cl_command_queue queue)
 static moe_status opencl_queue_open(struct moe__dev *dev, int is_lent, void *lent, struct moe__queue_be **out)
 {
   struct moe__queue_be *q;
-  cl_int code = CL_INVALID_COMMAND_QUEUE;
+  cl_int code;
   *out = NULL;
   if (is_lent) MOE__TRY(check_lent(dev, lent));
   q = calloc(1, sizeof *q);
   if (!q) return no_memory();
   q->dev = dev;
-  if (is_lent) q->queue = moe__cl_keep(CommandQueue, (cl_command_queue)lent);
+  if (is_lent) q->queue = moe__cl_keep(CommandQueue, (cl_command_queue)lent, &code);
   else q->queue = moe__cl_made(moe__cl.clCreateCommandQueue(dev->context, dev->device, 0, &code));
   if (!q->queue) {
     free(q);

@@ -75,8 +75,9 @@ static inline void *moe__cl_made(void *object)
   if (object) moe__cl_count(1);
   return object;
 }
-/* The object with one more reference; NULL where it is none. */
-#define moe__cl_keep(Type, object) (moe__cl.clRetain##Type(object) == CL_SUCCESS ? moe__cl_made(object) : NULL)
+/* The object with one more reference; NULL, with the reason in *code, where the driver refuses. */
+#define moe__cl_keep(Type, object, code)                                                                               \
+  ((*(code) = moe__cl.clRetain##Type(object)) == CL_SUCCESS ? moe__cl_made(object) : NULL)
 /* NULL is fine. */
 #define moe__cl_drop(Type, object)                                                                                     \
   do {                                                                                                                 \
