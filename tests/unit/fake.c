@@ -34,7 +34,9 @@ static int alive(const void *handle)
 static moe_status call(moe_status failure, const char *what)
 {
   long n = atomic_fetch_add(&fake.calls, 1) + 1;
-  return n == fake.fail_at ? moe__fail(failure, "fake: call %ld, %s, was told to fail", n, what) : MOE_OK;
+  if (n != fake.fail_at) return MOE_OK;
+  fake.failed = failure;
+  return moe__fail(failure, "fake: call %ld, %s, was told to fail", n, what);
 }
 
 void *fake_data(void *handle)
@@ -272,6 +274,7 @@ static const struct moe__backend counting = BACKEND(NULL), own = BACKEND(&own_op
 void fake_clear(void)
 {
   fake.calls = fake.launches = fake.writes = fake.fail_at = 0;
+  fake.failed = MOE_OK;
   for (int i = 0; i < FAKE_OPS; i++) fake.ops[i] = 0;
   memset(&fake.last, 0, sizeof fake.last);
 }

@@ -36,8 +36,9 @@ extern struct fake {
   _Atomic long ops[FAKE_OPS];
   /* What is alive, whatever was cleared. */
   _Atomic long devices, queues, blocks, bytes;
-  _Atomic long fail_at;  /* call number `fail_at` fails; 0: none */
-  struct fake_args last; /* where own_ops; one thread only */
+  _Atomic long fail_at;      /* call number `fail_at` fails; 0: none */
+  _Atomic moe_status failed; /* with this; MOE_OK: it did not come to it */
+  struct fake_args last;     /* where own_ops; one thread only */
 } fake;
 
 /* All of `fake` but what is alive back to zero. */

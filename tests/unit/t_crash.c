@@ -4,157 +4,16 @@
    and the next save works.
 
    The program is linked with --wrap for the calls that the library makes. */
+#include "faults.h"
 #include "files.h"
 
 #include "core/checkpoint.h"
 #include "fake.h"
 
-#include <errno.h>
-#include <fcntl.h>
 #include <jansson.h>
-#include <signal.h>
-#include <stdarg.h>
-#include <stdatomic.h>
-#include <sys/file.h>
-#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <time.h>
-
-/* ---- faults ------------------------------------------------------------------------------------------------------ */
-enum fault { NONE, FAIL, FULL, INTERRUPT, SHORT, KILL_BEFORE, KILL_AFTER, MEMORY };
-static enum fault fault;
-static long calls, fault_at, live; /* of the sort that the fault concerns; host allocations */
-static const char *hit;            /* the call that it met */
-static int armed;
-static char trace[1024]; /* pwrite W, fsync S, rename R, in order; while armed */
-
-static void arm(enum fault what, long at)
-{
-  fault = what;
-  fault_at = at;
-  calls = 0;
-  hit = NULL;
-  memset(trace, 0, sizeof trace);
-  armed = 1;
-}
-static void disarm(void)
-{
-  armed = 0;
-}
-
-/* Does this call into the system not happen? */
-static int met(const char *name, int again)
-{
-  const size_t length = strlen(trace);
-  if (armed && length + 1 < sizeof trace)
-    trace[length] = !strcmp(name, "pwrite") ? 'W' : !strcmp(name, "fsync") ? 'S' : !strcmp(name, "rename") ? 'R' : 0;
-  if (!armed || fault == MEMORY || (fault == INTERRUPT && !again) || (fault == SHORT && again < 2)) return 0;
-  if (++calls != fault_at) return 0;
-  hit = name;
-  if (fault == KILL_BEFORE) kill(getpid(), SIGKILL);
-  errno = fault == INTERRUPT ? EINTR : fault == FULL ? ENOSPC : EIO;
-  return fault == FAIL || fault == FULL || fault == INTERRUPT;
-}
-static void done(void)
-{
-  if (armed && fault == KILL_AFTER && calls == fault_at) kill(getpid(), SIGKILL);
-}
-
-/* again: 1 for calls that signals break off, 2 for those that may also do less. */
-#define WRAP(type, name, again, failed, parameters, arguments)                                                         \
-  type __real_##name parameters;                                                                                       \
-  type __wrap_##name parameters;                                                                                       \
-  type __wrap_##name parameters                                                                                        \
-  {                                                                                                                    \
-    if (met(#name, again)) return failed;                                                                              \
-    type result = __real_##name arguments;                                                                             \
-    done();                                                                                                            \
-    return result;                                                                                                     \
-  }
-WRAP(int, fstat, 0, -1, (int fd, struct stat *is), (fd, is))
-WRAP(int, stat, 0, -1, (const char *path, struct stat *is), (path, is))
-WRAP(int, lstat, 0, -1, (const char *path, struct stat *is), (path, is))
-WRAP(void *, mmap, 0, MAP_FAILED, (void *at, size_t n, int prot, int flags, int fd, off_t offset),
-     (at, n, prot, flags, fd, offset))
-WRAP(int, ftruncate, 1, -1, (int fd, off_t size), (fd, size))
-WRAP(int, fsync, 1, -1, (int fd), (fd))
-WRAP(int, flock, 1, -1, (int fd, int how), (fd, how))
-WRAP(int, rename, 0, -1, (const char *from, const char *to), (from, to))
-WRAP(int, unlink, 0, -1, (const char *path), (path))
-WRAP(DIR *, opendir, 0, NULL, (const char *path), (path))
-WRAP(ssize_t, pread, 2, -1, (int fd, void *to, size_t n, off_t at),
-     (fd, to, hit &&fault == SHORT ? (n + 1) / 2 : n, at))
-WRAP(ssize_t, pwrite, 2, -1, (int fd, const void *from, size_t n, off_t at),
-     (fd, from, hit &&fault == SHORT ? (n + 1) / 2 : n, at))
-
-int __real_open(const char *path, int flags, ...);
-int __wrap_open(const char *path, int flags, ...);
-int __wrap_open(const char *path, int flags, ...)
-{
-  va_list args;
-  va_start(args, flags);
-  const mode_t mode = flags & O_CREAT ? (mode_t)va_arg(args, int) : 0;
-  va_end(args);
-  if (met("open", 1)) return -1;
-  const int fd = __real_open(path, flags, mode);
-  done();
-  return fd;
-}
-
-void *__real_malloc(size_t size);
-void *__real_calloc(size_t n, size_t size);
-void *__real_realloc(void *p, size_t size);
-void __real_free(void *p);
-void *__wrap_malloc(size_t size);
-void *__wrap_calloc(size_t n, size_t size);
-void *__wrap_realloc(void *p, size_t size);
-char *__wrap_strdup(const char *s);
-void __wrap_free(void *p);
-
-static int refused(void)
-{
-  if (!armed || fault != MEMORY || ++calls != fault_at) return 0;
-  hit = "malloc";
-  return 1;
-}
-void *__wrap_malloc(size_t size)
-{
-  void *p = refused() ? NULL : __real_malloc(size);
-  live += p != NULL;
-  return p;
-}
-void *__wrap_calloc(size_t n, size_t size)
-{
-  void *p = refused() ? NULL : __real_calloc(n, size);
-  live += p != NULL;
-  return p;
-}
-void *__wrap_realloc(void *p, size_t size)
-{
-  void *bigger = refused() ? NULL : __real_realloc(p, size);
-  live += bigger && !p;
-  return bigger;
-}
-char *__wrap_strdup(const char *s)
-{
-  char *copy = __wrap_malloc(strlen(s) + 1);
-  return copy ? strcpy(copy, s) : NULL;
-}
-void __wrap_free(void *p)
-{
-  live -= p != NULL;
-  __real_free(p);
-}
-
-static int descriptors(void)
-{
-  DIR *dir = opendir("/proc/self/fd");
-  int n = 0;
-  while (dir && readdir(dir)) n++;
-  if (dir) closedir(dir);
-  return n;
-}
 
 /* ---- generations ------------------------------------------------------------------------------------------------- */
 /* A checkpoint of generation g: every value is g, and the metadata say so. */
@@ -228,7 +87,7 @@ static int is_tidying(const char *call)
 static void sweep_save(const struct form *f, enum fault what, const char *name, int must_succeed)
 {
   OK(save(f, 1));
-  const long live_before = live;
+  const long live_before = host_live;
   const int open_before = descriptors();
   int32_t there = 1;
   for (long n = 1;; n++) {
@@ -247,7 +106,8 @@ static void sweep_save(const struct form *f, enum fault what, const char *name, 
       fail_msg("%s %s, %ld (%s): status %d, %s", f->name, name, n, hit, st, moe_last_error());
     if (!is_tidying(hit) && !in_place && files_count("", 0) != files_of(f))
       fail_msg("%s %s, %ld (%s): %d files are there", f->name, name, n, hit, files_count("", 0));
-    if (live != live_before) fail_msg("%s %s, %ld (%s): %+ld allocations", f->name, name, n, hit, live - live_before);
+    if (host_live != live_before)
+      fail_msg("%s %s, %ld (%s): %+ld allocations", f->name, name, n, hit, host_live - live_before);
     if (descriptors() != open_before) fail_msg("%s %s, %ld (%s): descriptors are left", f->name, name, n, hit);
     there = now;
     if (!hit) break;
@@ -305,23 +165,23 @@ static void each_call_of_a_load_fails_once(void **state)
   for (int i = 0; i < 2; i++) {
     OK(save(&forms[i], 7));
     for (size_t k = 0; k < sizeof faults / sizeof faults[0]; k++) {
-      const long live_before = live;
+      const long live_before = host_live;
       const int open_before = descriptors();
       for (long n = 1;; n++) {
         arm(faults[k], n);
         fake_clear();
+        parses = 1;
         moe_status st = open_and_load(&forms[i], q, t);
+        parses = 0;
         disarm();
-        /* One that is not seen: the folder is not looked for. */
-        if (!st != (!hit || faults[k] == INTERRUPT || !strcmp(hit, "stat")))
+        if (!st != (!hit || faults[k] == INTERRUPT))
           fail_msg("%s, fault %zu at %ld (%s): %s", forms[i].name, k, n, hit, st ? moe_last_error() : "no error");
-        /* (The JSON library takes some want of memory for a wrong text.) */
-        if (st && faults[k] != MEMORY && st != MOE_ERR_IO)
+        if (st && st != (faults[k] == MEMORY ? MOE_ERR_NO_MEMORY : MOE_ERR_IO))
           fail_msg("%s, fault %zu at %ld (%s): status %d, %s", forms[i].name, k, n, hit, st, moe_last_error());
         if (st && faults[k] == FAIL && fake.writes) fail_msg("%s, %ld (%s): half loaded", forms[i].name, n, hit);
-        if (live != live_before || descriptors() != open_before)
+        if (host_live != live_before || descriptors() != open_before)
           fail_msg("%s, fault %zu at %ld (%s): %+ld allocations, %+d descriptors", forms[i].name, k, n, hit,
-                   live - live_before, descriptors() - open_before);
+                   host_live - live_before, descriptors() - open_before);
         if (!hit) break;
       }
     }
@@ -368,6 +228,29 @@ static void a_failed_save_of_the_same_content(void **state)
     }
     assert_int_equal(files_count("", 0), files_of(&forms[i]));
     files_clear(NULL);
+  }
+}
+
+/* And where it is not known whether a name is there, it may be one of the old checkpoint's. */
+static void a_save_of_the_same_content_that_fails_twice(void **state)
+{
+  const struct form *f = &forms[1];
+  (void)state;
+  OK(save(f, 1));
+  for (long n = 1;; n++) {
+    arm(FAIL, n);
+    (void)!save(f, 1);
+    disarm();
+    if (!hit) break;
+    if (strcmp(hit, "lstat") != 0) continue;
+    for (long m = n + 1; hit; m++) {
+      arm(FAIL, m);
+      fault_too = n;
+      (void)!save(f, 1);
+      disarm();
+      assert_int_equal(generation(f, "the same", m), 1);
+      if (calls < m) break;
+    }
   }
 }
 
@@ -619,6 +502,7 @@ int main(void)
     T(each_call_of_a_load_fails_once),
     T(the_order_of_sync_and_rename),
     T(a_failed_save_of_the_same_content),
+    T(a_save_of_the_same_content_that_fails_twice),
     T(a_full_disk_leaves_the_old_checkpoint),
     T(a_save_onto_the_mapped_file),
     T(a_writer_that_is_freed_leaves_nothing),
@@ -629,6 +513,6 @@ int main(void)
     T(one_writer_at_a_time),
     T(other_files_stay),
   };
-  json_set_alloc_funcs(__wrap_malloc, __wrap_free);
+  json_set_alloc_funcs(json_memory, __wrap_free);
   return cmocka_run_group_tests(tests, files_open, files_close) ? 1 : 0;
 }
