@@ -79,15 +79,21 @@ static int before(struct moe__mark a, struct moe__mark b)
   return a.block < b.block || (a.block == b.block && a.used < b.used);
 }
 
-void moe__health_flush(moe_tape *t)
+static moe_status flush(moe_tape *t)
 {
   struct moe__health *h = t->health;
-  if (!h->n) return;
+  if (!h->n) return MOE_OK;
   moe_status st = moe__run_watch(t->q, &h->batch, MOE_AUTO);
   memset(h->batch.a, 0, sizeof h->batch.a);
   memset(h->top, 0, sizeof h->top);
   h->n = 0;
   moe__tape_fail(t, st);
+  return st;
+}
+
+void moe__health_flush(moe_tape *t)
+{
+  (void)flush(t);
 }
 
 static void collect(moe_tape *t, const moe_tensor *x, int64_t tag)
@@ -123,7 +129,8 @@ void moe__health_watch(moe_tape *t, const struct moe__node *n, moe_value v, cons
   int64_t input = 0;
   if (t->status || handed_on(t, n, g)) return;
   while (n && input + 1 < n->n_in && n->in[input].id != v.id) input++;
-  const int64_t at = outer ? name_index(t, outer->name, outer == n ? NULL : n->name) : name_index(t, "seed", NULL);
+  const char *seed = "seed", *inner = n ? n->name : seed; /* in an expansion too: of moe_tape_gradients in a function */
+  const int64_t at = name_index(t, outer ? outer->name : seed, outer && outer != n ? inner : NULL);
   if (!t->status) collect(t, g, tag_of(at, 0, input, outer ? place(t, outer) : -1));
 }
 
@@ -208,7 +215,7 @@ static moe_status take(struct moe__health *h, int64_t *now, moe_tape_health_info
   const struct moe__backend *be = t->q->ctx->be;
   const moe_span at = { h->batch.record.handle, h->batch.record.offset, RECORD * sizeof(int64_t) };
   int64_t record[RECORD];
-  moe__health_flush(t);
+  MOE__TRY(flush(t));
   MOE__TRY(be->read(t->q->be, record, at, at.bytes));
   *now = record[0];
   if (!*now) return MOE_OK;
