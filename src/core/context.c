@@ -269,8 +269,8 @@ moe_status moe_queue_wait(moe_queue *q)
   moe_status st;
   if (!q) return moe__fail(MOE_ERR_INVALID, "%s: queue is NULL", fn);
   st = q->ctx->be->wait(q->be);
+  if (!st) st = moe__queue_gradients(q, gradient, sizeof gradient); /* which moe_tape_health tells all the same */
   if (!st) st = take_health(q, &bits);
-  if (!st) st = moe__queue_gradients(q, gradient, sizeof gradient);
   if (st) return moe__fail_in(st, fn);
   if (!bits && !gradient[0]) return MOE_OK;
   return moe__fail(MOE_ERR_DATA, "%s: %s%s%s%s%s%s", fn, gradient, bits && gradient[0] ? "; " : "",
