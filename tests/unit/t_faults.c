@@ -22,6 +22,7 @@
 #include <moe/opencl.h>
 
 #include <jansson.h>
+#include <math.h>
 
 #define SHAPE(...)                                                                                                     \
   (const int64_t[])                                                                                                    \
@@ -227,6 +228,8 @@ struct outs {
   moe_state state;
   moe_layer_state layer_state;
   moe_layer_metrics metrics;
+  moe_tape_health_info health;
+  moe_gradcheck_result check;
   int32_t load[SMALL_E];
   double read[64];
   unsigned char host[64];
@@ -243,11 +246,13 @@ struct rig {
   moe_adamw *opt;
   moe_adamw_desc adamw_desc;
   moe_layer_desc plain_desc;
+  moe_tape_desc tape_desc, watching; /* small blocks; every gradient and result looked at, too */
+  moe_gradcheck_desc check_desc[2];  /* of first and second derivatives */
   moe_selection_options selection;
   moe_span state, plain_params; /* of opt, of plain */
   moe_tensor weights, counts;   /* the router's [T,K]; [1,E] */
   moe_tensor y, row, table, cube, targets, mask, step;
-  moe_tensor matrices[2];
+  moe_tensor matrices[2], exact; /* exact: F64 */
   moe_checkpoint_item items[2];
   moe_checkpoint *file, *some, *bits; /* of layer and opt; of items; of plain, in F8 */
   moe_tape_moe moe, free_moe;         /* the layer on the tape: with the caller's gradients; without */
@@ -375,6 +380,7 @@ static void open_rig(struct rig *r, moe_context *ctx)
   r->step = moe__arena_flat(a, MOE_I64, 1);
   r->matrices[0] = moe__arena_matrix(a, MOE_F32, 3, 4);
   r->matrices[1] = moe__swapped(moe__arena_matrix(a, MOE_F32, 2, 5), 0, 1);
+  r->exact = moe__arena_flat(a, MOE_F64, 2);
   r->items[0] = (moe_checkpoint_item){ "values", moe__swapped(moe__arena_matrix(a, MOE_BF16, 3, 4), 0, 1) };
   r->items[1] = (moe_checkpoint_item){ "odd", moe__arena_flat(a, MOE_U8, 3) };
   moe_tensor params = moe__arena_flat(a, MOE_U8, 1 << 14), state = moe__arena_flat(a, MOE_U8, 1 << 15);
@@ -408,6 +414,16 @@ static void open_rig(struct rig *r, moe_context *ctx)
   r->moe.grads = r->s.layer_io.grads;
   r->moe.mask = r->s.layer_io.mask;
   r->free_moe.differentiate = 1;
+  r->tape_desc = moe_tape_desc_init();
+  r->tape_desc.block = 1 << 12;
+  r->watching = r->tape_desc;
+  r->watching.health_policy = MOE_HEALTH_POLICY_FAIL;
+  r->watching.health_activations = 1;
+  for (int i = 0; i < 2; i++) {
+    r->check_desc[i] = moe_gradcheck_desc_init();
+    r->check_desc[i].second = i;
+    r->check_desc[i].threshold = INFINITY; /* where no kernel runs all numbers are wrong */
+  }
   OK(moe_tape_create(&r->tape, r->q, NULL));
   r->on_tape = moe_tape_moe_layer(r->tape, r->layer, moe_tape_leaf(r->tape, &r->s.io.x, 1), &r->moe, NULL);
   write_files(r);
@@ -416,6 +432,8 @@ static void open_rig(struct rig *r, moe_context *ctx)
   r->out.state = moe_state_init();
   r->out.layer_state = moe_layer_state_init();
   r->out.metrics = moe_layer_metrics_init();
+  r->out.health = moe_tape_health_info_init();
+  r->out.check = moe_gradcheck_result_init();
 }
 
 /* ---- the sweep ------------------------------------------------------------------------------------------------------- */
@@ -550,7 +568,7 @@ CALLS(X)
   X(moe_layer, create, free, (&out, r->ctx, &r->s.layer_desc), 0)                                                      \
   X(moe_queue, create, free, (&out, r->ctx), 0)                                                                        \
   X(moe_router, create, free, (&out, r->ctx, &r->s.router_desc), 0)                                                    \
-  X(moe_tape, create, free, (&out, r->q, NULL), 0)
+  X(moe_tape, create, free, (&out, r->q, &r->watching), 0)
 
 #define MAKES(name, type, make, drop, args)                                                                            \
   static moe_status name(struct rig *r, const struct row *row)                                                         \
@@ -1035,17 +1053,15 @@ static void fill_page(moe_tape *t, struct rig *r)
   while (t->n_values % MOE__PAGE) (void)moe_tape_leaf(t, &r->targets, 0);
   OK(moe_tape_status(t));
 }
-static moe_tape *new_tape(struct rig *r)
+static moe_tape *new_tape(struct rig *r, int watching)
 {
-  moe_tape_desc desc = moe_tape_desc_init();
   moe_tape *t;
-  desc.block = 1 << 12;
-  OK(moe_tape_create(&t, r->q, &desc));
+  OK(moe_tape_create(&t, r->q, watching ? &r->watching : &r->tape_desc));
   return t;
 }
 
 /* How a tape is used: what is made before the call under test, and the call. */
-enum { FORWARD, BACKWARD, SECOND };
+enum { FORWARD, BACKWARD, SECOND, HVP };
 static moe_status use(moe_tape *t, struct rig *r, const struct row *row, int how, int armed_now)
 {
   struct values v = inputs(t, r, how == BACKWARD);
@@ -1072,6 +1088,10 @@ static moe_status use(moe_tape *t, struct rig *r, const struct row *row, int how
     if (n) st = moe_tape_gradients(h, t, of, of, n, v.wrt, WRT, MOE_DECOMPOSE);
     for (int i = 0; i < WRT && n; i++) assert_true(!st || !h[i].id);
   }
+  if (how == HVP) {
+    moe_status st = moe_hvp(h, t, y, v.wrt, v.wrt, WRT, MOE_DECOMPOSE);
+    for (int i = 0; i < WRT; i++) assert_true(!st || !h[i].id);
+  }
   moe_status st = moe_tape_status(t);
   if (armed_now) end();
   if (how == FORWARD) assert_true(!y.id == (st != MOE_OK));
@@ -1080,7 +1100,7 @@ static moe_status use(moe_tape *t, struct rig *r, const struct row *row, int how
 
 static moe_status run_tape(struct rig *r, const struct row *row, int how)
 {
-  moe_tape *t = new_tape(r);
+  moe_tape *t = new_tape(r, how == BACKWARD);
   const struct failure met = keep_failure(use(t, r, row, how, 1));
   if (met.status) { /* it stays with the tape until reset; then the tape is as new */
     assert_true(!moe_tape_leaf(t, &r->y, 1).id);
@@ -1105,10 +1125,94 @@ static moe_status second(struct rig *r, const struct row *row)
   return run_tape(r, row, SECOND);
 }
 
+static moe_status hvp(struct rig *r, const struct row *row)
+{
+  return run_tape(r, row, HVP);
+}
+
+/* The inputs are put back whatever happens. */
+static moe_value cube(void *user, moe_tape *t, const moe_value *in, int64_t n)
+{
+  (void)user;
+  (void)n;
+  return moe_tape_mul(t, in[0], moe_tape_mul(t, in[0], in[0]));
+}
+static moe_status check_gradient(struct rig *r, int second)
+{
+  const moe_span at = { r->exact.handle, r->exact.offset, 2 * sizeof(double) };
+  const double before[2] = { 1.5, -0.25 };
+  double after[2];
+  OK(moe_span_write(r->q, at, before, sizeof before));
+  begin();
+  moe_status st = moe_gradcheck(&r->out.check, r->q, cube, NULL, &r->exact, 1, &r->check_desc[second]);
+  end();
+  OK(moe_span_read(r->q, after, at, sizeof after));
+  assert_memory_equal(before, after, sizeof before);
+  return st;
+}
+static moe_status check_first(struct rig *r, const struct row *row)
+{
+  (void)row;
+  return check_gradient(r, 0);
+}
+static moe_status check_second(struct rig *r, const struct row *row)
+{
+  (void)row;
+  return check_gradient(r, 1);
+}
+
+/* With results on a tape that are still to be looked at. */
+static moe_status wait_watching(struct rig *r, const struct row *row)
+{
+  moe_tape *t = new_tape(r, 1);
+  struct values v = inputs(t, r, 0);
+  (void)row;
+  assert_true(moe_tape_neg(t, v.x).id);
+  begin();
+  moe_status st = moe_queue_wait(r->q);
+  end();
+  moe_tape_free(t);
+  return st;
+}
+static moe_status tell_health(struct rig *r, const struct row *row)
+{
+  moe_tape *t = new_tape(r, 1);
+  struct values v = inputs(t, r, 0);
+  (void)row;
+  assert_true(moe_tape_neg(t, v.x).id);
+  begin();
+  moe_status st = moe_tape_health(&r->out.health, t);
+  end();
+  moe_tape_free(t);
+  return st;
+}
+
+/* Bad data that a failed wait did not tell, the next one does. */
+static void a_wait_that_fails_loses_nothing(void **state)
+{
+  struct rig *r = *state;
+  moe_tape *t = new_tape(r, 1);
+  unsigned char *word = (unsigned char *)fake_data(r->q->health.handle) + r->q->health.offset;
+  long failures = 0;
+  next_sort = DEVICE;
+  for (next_at = 1;; next_at++) {
+    *word = MOE_HEALTH_ID;
+    begin();
+    moe_status st = moe_queue_wait(r->q);
+    end();
+    if (st == MOE_ERR_DATA) break;
+    assert_int_equal(st, fake.failed);
+    failures++;
+    FAILS(MOE_ERR_DATA, "an id out of range", moe_queue_wait(r->q));
+  }
+  assert_true(failures > 2);
+  moe_tape_free(t);
+}
+
 /* Reading leaves no error on the tape. */
 static moe_status read_value(struct rig *r, const struct row *row)
 {
-  moe_tape *t = new_tape(r);
+  moe_tape *t = new_tape(r, 0);
   moe_value x = moe_tape_leaf(t, &r->y, 1);
   (void)row;
   begin();
@@ -1119,22 +1223,26 @@ static moe_status read_value(struct rig *r, const struct row *row)
   return st;
 }
 
+/* What the device refuses at a reset is the new tape's first error. */
 static moe_status reset_tape(struct rig *r, const struct row *row)
 {
-  moe_tape *t = new_tape(r);
+  moe_tape *t = new_tape(r, 1);
   struct values v = inputs(t, r, 0);
   (void)row;
-  (void)custom(t, r, v.x);
+  assert_true(custom(t, r, v.x).id);
   begin();
   moe_tape_reset(t);
+  const struct failure met = keep_failure(moe_tape_status(t));
   end();
   assert_int_equal(released, given);
+  moe_tape_reset(t);
+  OK(moe_tape_status(t));
   moe_tape_free(t);
-  return MOE_OK;
+  return failure(&met);
 }
 static moe_status free_tape(struct rig *r, const struct row *row)
 {
-  moe_tape *t = new_tape(r);
+  moe_tape *t = new_tape(r, 0);
   struct values v = inputs(t, r, 0);
   (void)row;
   (void)custom(t, r, v.x);
@@ -1282,6 +1390,11 @@ static const struct row rows[] = {
   ROW("moe_raw_save", save_raw, .bears = 4),
   ROW("moe_span_alloc", alloc_span),
   ROW("moe_span_free", free_span, .bears = ALL),
+  ROW("moe_gradcheck", check_first),
+  ROW("moe_gradcheck", check_second),
+  ROW("moe_hvp", hvp, .op = op_options),
+  ROW("moe_queue_wait", wait_watching),
+  ROW("moe_tape_health", tell_health),
   ROW("moe_tape_backward", backward, .op = model),
   ROW("moe_tape_cross_entropy_options", forward, .op = op_options),
   ROW("moe_tape_custom", forward, .op = op_custom),
@@ -1289,7 +1402,7 @@ static const struct row rows[] = {
   ROW("moe_tape_gradients", second, .op = model),
   ROW("moe_tape_read", read_value),
   ROW("moe_tape_recompute", forward, .op = op_recompute),
-  ROW("moe_tape_reset", reset_tape, .bears = ALL),
+  ROW("moe_tape_reset", reset_tape),
 };
 enum { N_ROWS = sizeof rows / sizeof rows[0] };
 
@@ -1301,7 +1414,7 @@ static void every_function_fails_cleanly(void **state)
 /* Does a gradient flow through it? */
 static int differentiates(struct rig *r, const struct row *row)
 {
-  moe_tape *t = new_tape(r);
+  moe_tape *t = new_tape(r, 0);
   struct values v = inputs(t, r, 0);
   moe_value y = row->op(t, r, &v);
   const int yes = y.id && moe__tape_at(t, y)->node >= 0;
@@ -1551,6 +1664,7 @@ int main(void)
     cmocka_unit_test(every_function_fails_cleanly),
     cmocka_unit_test(every_gradient_fails_cleanly),
     cmocka_unit_test(a_failed_bind_leaves_the_optimizer_unbound),
+    cmocka_unit_test(a_wait_that_fails_loses_nothing),
     cmocka_unit_test(the_callers_allocator_serves_all_device_memory),
     cmocka_unit_test(every_function_fails_cleanly_on_opencl),
     cmocka_unit_test(every_exported_function_is_here),
