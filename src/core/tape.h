@@ -115,12 +115,13 @@ struct moe_tape {
 /* Keeps the first error, with the text of moe_last_error. */
 void moe__tape_fail(moe_tape *t, moe_status st);
 #define TAPE_FAIL(t, st, ...) (moe__tape_fail(t, moe__fail(st, __VA_ARGS__)), (moe_value){ 0 })
-/* Runs an op on the tape's queue; compiles it where this is its first use. */
+/* Runs an op on the tape's queue; compiles it where this is its first use.  Its arguments are not evaluated where the tape
+   has failed: tensors of it may be {0}. */
 #define TAPE_RUN(t, op, ...)                                                                                           \
   do {                                                                                                                 \
+    if ((t)->status) break;                                                                                            \
     const struct moe__args_##op args_ = { __VA_ARGS__ };                                                               \
     moe_status st_;                                                                                                    \
-    if ((t)->status) break;                                                                                            \
     st_ = moe__prepare_##op((t)->q->ctx, &args_, MOE_AUTO);                                                            \
     if (!st_) st_ = moe__run_##op((t)->q, &args_, MOE_AUTO);                                                           \
     moe__tape_fail(t, st_);                                                                                            \

@@ -657,6 +657,7 @@ moe_value moe_tape_mean(moe_tape *t, moe_value a)
 static void product(moe_tape *t, moe_tensor c, moe_tensor a, moe_tensor b, int64_t ta, int64_t tb, int64_t accumulate)
 {
   const int r = c.rank - 2;
+  if (t->status) return; /* c may be {0} */
   if (ta) a = moe__swapped(a, r, r + 1);
   if (!tb) b = moe__swapped(b, r, r + 1);
   if (r && !c.shape[0]) return;
