@@ -372,7 +372,8 @@ class SonicMoE(Autograd):
             "s_scatter_idx": p.row2slot.to(**int32), "s_reverse_scatter_idx": p.slot2row.to(**int32),
             "num_activated_expert_per_token_offset": None, "is_varlen_K": False,
             "activation_type": ActivationType.SWIGLU, "is_inference_mode_enabled": False,
-            "is_inference_mode": False, "is_concatenated_gate_up": False,
+            "is_inference_mode": False, "is_concatenated_gate_up": False, "concat_layout": False,
+            "is_each_token_has_variable_activated_experts": False,
         }
 
     def call(self, function, **tensors):
@@ -380,8 +381,8 @@ class SonicMoE(Autograd):
         return function.apply(*[{**self.known, **tensors}[name] for name in names])
 
     def layer(self, x, w1, w2, weights):
-        y1, z = self.call(self.up, x=x, w1=w1.permute(1, 2, 0))
-        return self.call(self.down, y1=y1, z=z, w2=w2.permute(1, 2, 0), topk_scores=weights)
+        a, h = self.call(self.up, x=x, w1=w1.permute(1, 2, 0))
+        return self.call(self.down, a=a, h=h, y1=a, z=h, w2=w2.permute(1, 2, 0), topk_scores=weights)
 
     def results(self):
         p = self.p
