@@ -569,6 +569,18 @@ static void results_are_within_the_dtypes_bounds(void **state)
       }
 }
 
+/* Widths that matrix units take, wide enough that rows are gathered before weight gradients. */
+static void wide_layers_are_within_the_bounds_too(void **state)
+{
+  (void)state;
+  for (int i = 0; i < 2; i++) {
+    struct layer l = layer_of(options_of(i ? MOE_F16 : MOE_BF16, 70, 64, 512, 5, 2));
+    layer_make(&l, ctx, queue, 0);
+    layer_check(&l);
+    layer_free(&l);
+  }
+}
+
 static void experts_may_have_no_token_or_all(void **state)
 {
   (void)state;
@@ -691,6 +703,7 @@ int main(void)
     cmocka_unit_test(explain_names_every_step),
     cmocka_unit_test(no_tokens_are_a_batch_too),
     cmocka_unit_test(results_are_within_the_dtypes_bounds),
+    cmocka_unit_test(wide_layers_are_within_the_bounds_too),
     cmocka_unit_test(experts_may_have_no_token_or_all),
     cmocka_unit_test(bad_tokens_stay_alone),
     cmocka_unit_test(twenty_runs_are_bit_equal),
