@@ -569,7 +569,7 @@ static void results_are_within_the_dtypes_bounds(void **state)
       }
 }
 
-/* Widths that matrix units take, wide enough that rows are gathered before weight gradients. */
+/* Widths that matrix units take. */
 static void wide_layers_are_within_the_bounds_too(void **state)
 {
   (void)state;
