@@ -51,6 +51,7 @@ static const char usage[] =
     "  --graph             also as replayed CUDA graphs (the shape small always is)\n"
     "  --steps             also print each step of the calls\n"
     "  --no-ops            without the single operations\n"
+    "  --no-branch         without the branch\n"
     "  --cuda-libs DIR     where libcudart.so and libcublas.so are looked for first\n"
     "  --json FILE         everything as one JSON object\n"
     "  --list              print the shapes and run nothing\n";
@@ -58,7 +59,7 @@ static const char usage[] =
 struct options {
   const char *device, *libraries, *json, *router;
   struct shape asked[MOST_ASKED];
-  int n_asked, graph, steps, ops, list, cold;
+  int n_asked, graph, steps, ops, branch, list, cold;
   int64_t dtype, strategy, scale;
 };
 
@@ -101,6 +102,7 @@ static int parse(struct options *o, int argc, char **argv)
     if (!strcmp(option, "--graph")) o->graph = 1;
     else if (!strcmp(option, "--steps")) o->steps = 1;
     else if (!strcmp(option, "--no-ops")) o->ops = 0;
+    else if (!strcmp(option, "--no-branch")) o->branch = 0;
     else if (!strcmp(option, "--list")) o->list = 1;
     else if (!value) return 0;
     else {
@@ -233,21 +235,22 @@ static void run_shape(const struct shape *asked, const struct options *o, json_t
   free(r);
 }
 
-static json_t *run_ops(const struct options *o)
+static void run_ops(const struct shape *asked, const struct options *o, json_t *list)
 {
-  struct op_figure figures[OPS];
-  json_t *list = json_array();
-  measure_ops(figures, o->dtype, o->scale);
-  printf("\n%-10s %-26s %10s %20s %9s %8s  %s\n", "op", "", "us", "quartiles", "GB/s", "of copy", "implementation");
-  for (int i = 0; i < OPS; i++) {
+  struct op_figure figures[MOST_OPS];
+  struct shape s = *asked;
+  s.T = s.T / o->scale > 0 ? s.T / o->scale : 1;
+  const int n = measure_ops(figures, &s, o->dtype);
+  printf("\n%-14s %10s %20s %9s %8s  %s\n", s.name, "us", "quartiles", "GB/s", "of copy", "implementation");
+  for (int i = 0; i < n; i++) {
     const struct op_figure *f = &figures[i];
     const double bytes = rate(f->bytes, f->ms.median);
-    printf("%-10s %-26s %10.1f %9.1f..%-9.1f %9.1f %8.2f  %s\n", f->op, f->sizes, 1e3 * f->ms.median, 1e3 * f->ms.low,
+    printf("  %-12s %10.1f %9.1f..%-9.1f %9.1f %8.2f  %s\n", f->op, 1e3 * f->ms.median, 1e3 * f->ms.low,
            1e3 * f->ms.high, 1e-9 * bytes, bytes / peaks.bytes, f->impl);
-    json_array_append_new(list, json_pack("{s:s, s:s, s:s, s:f, s:o, s:f}", "op", f->op, "sizes", f->sizes, "impl",
+    json_array_append_new(list, json_pack("{s:s, s:s, s:s, s:f, s:o, s:f}", "op", f->op, "shape", s.name, "impl",
                                           f->impl, "bytes", f->bytes, "ms", spread_json(f->ms), "gbs", 1e-9 * bytes));
   }
-  return list;
+  fflush(stdout);
 }
 
 static char *joined(int argc, char **argv)
@@ -295,7 +298,7 @@ static void list_shapes(void)
 
 int main(int argc, char **argv)
 {
-  struct options o = { .router = "both", .ops = 1, .cold = -1 };
+  struct options o = { .router = "both", .ops = 1, .branch = 1, .cold = -1 };
   bench.warm = -1;
   if (argc == 2 && !strcmp(argv[1], "--help")) {
     fputs(usage, stdout);
@@ -315,10 +318,11 @@ int main(int argc, char **argv)
   }
   set_defaults(&o);
   measure_peaks(o.dtype);
-  json_t *all = heading(&o, argc, argv), *results = json_array();
-  for (int i = 0; i < o.n_asked; i++) run_shape(&o.asked[i], &o, results);
+  json_t *all = heading(&o, argc, argv), *results = json_array(), *ops = json_array();
+  for (int i = 0; i < o.n_asked && o.branch; i++) run_shape(&o.asked[i], &o, results);
+  for (int i = 0; i < o.n_asked && o.ops; i++) run_ops(&o.asked[i], &o, ops);
   json_object_set_new(all, "shapes", results);
-  if (o.ops) json_object_set_new(all, "ops", run_ops(&o));
+  json_object_set_new(all, "ops", ops);
   if (o.json && json_dump_file(all, o.json, JSON_INDENT(1) | JSON_REAL_PRECISION(8)))
     give_up("bench: %s cannot be written", o.json);
   json_decref(all);

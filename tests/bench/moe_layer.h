@@ -56,12 +56,11 @@ void branch_close(struct branch *branch);
 /* ---- ops.c ------------------------------------------------------------------------------------------------------- */
 struct op_figure {
   const char *op, *impl;
-  char sizes[64];
   double bytes; /* that every implementation must read or write */
   struct spread ms;
 };
-enum { OPS = 9 };
-/* T divided by scale. */
-void measure_ops(struct op_figure figures[OPS], int64_t dtype, int64_t scale);
+enum { MOST_OPS = 16, MOST_PARAMETERS = 1 << 27 /* of AdamW and the norm over them */ };
+/* Returns how many there are. */
+int measure_ops(struct op_figure figures[MOST_OPS], const struct shape *shape, int64_t dtype);
 
 #endif

@@ -60,8 +60,8 @@ def moe_layer(run):
     lines += ["Steps of a call, ms (they sum to more than the call, since a time is taken between any two):", ""]
     lines += table(["layer", "router", "steps"], steps)
     if run.get("ops"):
-        lines += table(["operation", "sizes", "µs", "GB/s", "of copy", "implementation"],
-                       [[o["op"], o["sizes"], number(1e3 * o["ms"]["median"]), number(o["gbs"]),
+        lines += table(["operation", "layer", "µs", "GB/s", "of copy", "implementation"],
+                       [[o["op"], o["shape"], number(1e3 * o["ms"]["median"]), number(o["gbs"]),
                          ratio(o["gbs"], run["copy_gbs"]), o["impl"]] for o in run["ops"]])
     return lines
 
