@@ -233,8 +233,13 @@ struct moe__select {
   double scale; /* of the selection's own weights */
 };
 /* ids[t,:] = top K.  SOFTMAX: by logit (+ bias on the probability where bias is given);
-   GROUPED_SIGMOID: by sigmoid + bias within the best groups.  weights: the selection's own inference
-   weights (scores without bias), renormalized over the slots if asked, times scale. */
+   GROUPED_SIGMOID: by sigmoid + bias within the best groups.  weights: those of the chosen slots as the op `weights`
+   gives them by `weigh` (below); with weigh.scoring 0 the selection's own inference weights (scores without bias),
+   renormalized over the slots if asked, times scale. */
+struct moe__weigh {
+  int64_t scoring, renormalize;
+  double scale, epsilon;
+};
 struct moe__args_select {
   int64_t dtype;      /* F64 or F32 */
   moe_tensor ids;     /* [T,K] out I32, packed */
@@ -243,14 +248,11 @@ struct moe__args_select {
   moe_tensor bias;    /* [E] opt F32 (F64 in f64), packed */
   int64_t T, E;
   struct moe__select select;
+  struct moe__weigh weigh;
 };
 /* weights[t,k] = scale * score(logits[t, ids[t,k]]) / (renormalize ? sum over slots + epsilon : 1);
    renormalized forms with epsilon 0 are computed shifted, exact far from zero.  An id outside [0,E): the
    token's whole row is NaN, MOE_HEALTH_ID.  ids may repeat. */
-struct moe__weigh {
-  int64_t scoring, renormalize;
-  double scale, epsilon;
-};
 struct moe__args_weights {
   int64_t dtype;
   moe_tensor weights; /* [T,K] out REAL, packed */

@@ -239,6 +239,7 @@ static moe_status cuda_open(struct moe__dev **out, const struct moe__open *how)
   }
   dev->info.vector_width = 1;
   dev->info.reduce_local = 256;
+  dev->info.ptx = 1;
   dev->info.dl_type = MOE__DL_CUDA;
   dev->info.dl_id = ordinal;
   pthread_mutex_init(&dev->lock, NULL);

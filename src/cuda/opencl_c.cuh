@@ -8,6 +8,7 @@
 #define MOE_OPENCL_C_CUH
 
 #define MOE_CUDA 1
+#define MOE_PTX 1
 
 typedef unsigned char uchar;
 typedef unsigned short ushort;
@@ -28,9 +29,16 @@ typedef unsigned short half; /* storage only: vload_half and vstore_half_rte */
 #define LID ((int)threadIdx.x)
 #define LSIZE ((int)blockDim.x)
 #define UNROLL _Pragma("unroll")
+#define UNROLL_BY(n) UNROLL_BY_(unroll n)
+#define UNROLL_BY_(text) _Pragma(#text)
 #define ATOMIC_OR(p, v) atomicOr((int *)(p), v)
 #define ATOMIC_MIN(p, v) atomicMin((unsigned int *)(p), v)
 #define LOCAL_SIZE(n) __launch_bounds__(n, 2) /* two groups in a multiprocessor: 3 to 5% in GEMM */
+#ifdef MOE_ST_F64
+#define RESIDENT(n)
+#else
+#define RESIDENT(n) __launch_bounds__(256, n) /* registers for n groups of up to 256 in a multiprocessor */
+#endif
 #define AS_UINT(x) __float_as_uint(x)
 #define AS_FLOAT(x) __uint_as_float(x)
 
@@ -47,6 +55,14 @@ FN void vstore_half_rte(float f, long i, half *p)
   p[i] = h;
 }
 
+FN int clz(int i)
+{
+  return __clz(i);
+}
+FN int popcount(uint i)
+{
+  return __popc(i);
+}
 FN int as_int(float f)
 {
   return __float_as_int(f);
@@ -66,5 +82,6 @@ FN double as_double(long l)
 
 /* On int, in global and local memory. */
 #define atomic_inc(p) atomicAdd(p, 1)
+#define atomic_add(p, v) atomicAdd(p, v)
 
 #endif

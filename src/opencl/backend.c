@@ -15,6 +15,7 @@
 
 extern const struct moe__source moe__cl_sources[]; /* the first is common.clh */
 
+enum { COMPUTE_CAPABILITY_MAJOR = 0x4000 };            /* of cl_nv_device_attribute_query */
 enum { MIN_GROUP = 256, MIN_LOCAL_MEMORY = 32 << 10 }; /* what the portable kernels stand on */
 
 struct program {
@@ -328,6 +329,7 @@ static moe_status open_found(struct moe__dev **out, const struct found *f, const
   dev->info.vector_width = cpu ? (int)device_number(f->device, CL_DEVICE_NATIVE_VECTOR_WIDTH_FLOAT) : 1;
   if (dev->info.vector_width < 1) dev->info.vector_width = 1;
   dev->info.reduce_local = cpu ? 1 : 256;
+  dev->info.ptx = !cpu && device_number(f->device, COMPUTE_CAPABILITY_MAJOR) >= 8;
   dev->info.dl_type = MOE__DL_OPENCL;
   dev->info.dl_id = f->index < 0 ? 0 : f->index; /* a lent sub-device has no number */
   *out = dev;
@@ -586,7 +588,9 @@ static moe_status build(struct moe__dev *dev, const struct moe__source *source, 
   snprintf(options, sizeof options, "-cl-std=CL1.2 -DMOE_ST_%s -DMOE_VW=%d -DMOE_LOCAL_BYTES=%lld%s%s", variants[dtype],
            dev->info.vector_width, (long long)dev->info.pub.local_memory,
            rounds ? " -cl-fp32-correctly-rounded-divide-sqrt" : "",
-           dev->info.pub.kind == MOE_DEVICE_CPU ? " -DMOE_CPU=1" : "");
+           dev->info.pub.kind == MOE_DEVICE_CPU ? " -DMOE_CPU=1"
+           : dev->info.ptx                      ? " -DMOE_PTX=1"
+                                                : "");
   code = moe__cl_build(out, dev->context, dev->device, &text, dev->hooks);
   if (!code) return MOE_OK;
   status = *out ? build_failed(dev, *out, what, code) : fail(MOE_ERR_BUILD, dev, code, what);

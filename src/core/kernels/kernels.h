@@ -28,17 +28,38 @@ static inline int64_t moe__chunk_groups(const moe_queue *q, int64_t dtype, int64
 {
   return moe__map_groups(q, moe__ceil_div(n, moe__chunk(dtype) * moe__map_run(q)));
 }
-/* Items that share a row of `columns` (lanes of common.clh): as many as have a chunk, at most the group. */
+/* Items that share a row of `columns` (lanes of common.clh): as many as have a chunk, at most the group; but fewer, 32 at
+   least, where that leaves fewer of them without a last chunk. */
 static inline int moe__lanes(const moe_queue *q, int64_t dtype, int64_t columns)
 {
-  int lanes = q->ctx->info->reduce_local;
-  while (lanes > 1 && lanes / 2 * moe__chunk(dtype) >= columns) lanes /= 2;
-  return lanes;
+  const int64_t chunks = moe__ceil_div(columns, moe__chunk(dtype));
+  int lanes = q->ctx->info->reduce_local, best;
+  while (lanes > 1 && lanes / 2 >= chunks) lanes /= 2;
+  best = lanes;
+  for (; lanes >= 32; lanes /= 2)
+    if (moe__ceil_div(chunks, lanes) * lanes < moe__ceil_div(chunks, best) * best) best = lanes;
+  return best;
 }
 /* Groups of reduce_local items for so many rows. */
 static inline int64_t moe__row_groups(const moe_queue *q, int64_t rows, int lanes)
 {
   return moe__ceil_div(rows, q->ctx->info->reduce_local / lanes);
+}
+
+/* The op `weights` that gives the weights of a selection. */
+static inline struct moe__args_weights moe__weights_of(const struct moe__args_select *args)
+{
+  const struct moe__select *s = &args->select;
+  const int64_t scoring = s->kind == MOE__SELECT_GROUPED_SIGMOID ? MOE__SIGMOID : MOE__SOFTMAX;
+  const struct moe__weigh own = { scoring, s->renormalize, s->scale, 0 };
+  return (struct moe__args_weights){ .dtype = args->dtype,
+                                     .weights = args->weights,
+                                     .logits = args->logits,
+                                     .ids = args->ids,
+                                     .T = args->T,
+                                     .E = args->E,
+                                     .K = s->K,
+                                     .weigh = args->weigh.scoring ? args->weigh : own };
 }
 
 /* y[0] (+)= alpha * sum(a), or of its squares (elt.c; needs the program "elt"). */

@@ -16,28 +16,28 @@ KERNEL(gather_rows)(TENSOR(ST, y), long y_row, long y_col, TENSOR(const ST, x), 
   AT(x);
   AT(map);
   AT_OPT(health);
-  const int y_wide = CHUNK_OK_ST(y, y_row, y_col), x_wide = CHUNK_OK_ST(x, x_row, x_col);
   const long i = ROW(lanes);
   if (i >= n) return;
   const long from = map[i];
   const int valid = from >= 0 && from < rows * div;
   if (!valid && health && LANE(lanes) == 0) ATOMIC_OR(health, HEALTH_ID);
   const long source = valid ? from / div * x_row : 0;
-  for (long c = LANE(lanes) * CHUNK; c < D; c += lanes * CHUNK) {
-    chunk r;
-    if (valid) {
-      r = ld_chunk(x, source + c * x_col, x_col, D - c, x_wide);
-    } else {
-      UNROLL EACH(j) r.v[j] = REAL_NAN;
-    }
-    st_chunk(y, i * y_row + c * y_col, y_col, D - c, y_wide, r);
-  }
+#define GATHER(c, wide, left)                                                                                          \
+  chunk r;                                                                                                             \
+  if (valid) {                                                                                                         \
+    r = ld_chunk(x, source + c * x_col, x_col, left, wide);                                                            \
+  } else {                                                                                                             \
+    UNROLL EACH(j) r.v[j] = REAL_NAN;                                                                                  \
+  }                                                                                                                    \
+  st_chunk(y, i * y_row + c * y_col, y_col, left, wide, r)
+  ROW_CHUNKS(c, D, lanes, CHUNK_OK_ST(y, y_row, y_col) && CHUNK_OK_ST(x, x_row, x_col), GATHER)
 }
 
 /* y[t,:] = add[t,:] + sum_k w[t,k] rows[slot2row[t,k],:], k ascending, in REAL, rounded once.  A slot without a
    row adds 0, or NaN where its weight is not finite; without slot2row slot s is row s.  Each token gathers its own
    rows: scattering rows into tokens needs float atomics, is not deterministic, and was 20 times slower on a CPU.  `add` may be y: an
    item reads its chunk before it writes it.  Bytes: K rows (and add) in, one row out. */
+#define FLYING 4 /* rows that are on their way to an item */
 KERNEL(combine)(TENSOR(ST, y), long y_row, long y_col, TENSOR(const ST, rows), long r_row, long r_col,
                 TENSOR(const REAL, weights), TENSOR(const int, slot2row), TENSOR(const ST, add), long a_row,
                 long a_col, long T, long K, long D, int unweighted, int lanes)
@@ -47,32 +47,37 @@ KERNEL(combine)(TENSOR(ST, y), long y_row, long y_col, TENSOR(const ST, rows), l
   AT_OPT(weights);
   AT_OPT(slot2row);
   AT_OPT(add);
-  const int y_wide = CHUNK_OK_ST(y, y_row, y_col), r_wide = CHUNK_OK_ST(rows, r_row, r_col);
-  const int a_wide = CHUNK_OK_ST(add, a_row, a_col);
   const long t = ROW(lanes);
   if (t >= T) return;
   if (slot2row) slot2row += t * K;
   if (weights) weights += t * K;
-  for (long c = LANE(lanes) * CHUNK; c < D; c += lanes * CHUNK) {
-    chunk sum;
-    UNROLL EACH(j) sum.v[j] = R(0.0);
-    for (long k = 0; k < K; k++) {
-      const long r = slot2row ? slot2row[k] : t * K + k;
-      const REAL given = weights ? weights[k] : R(1.0);
-      if (r >= 0) {
-        const REAL w = unweighted ? R(1.0) : given;
-        const chunk x = ld_chunk(rows, r * r_row + c * r_col, r_col, D - c, r_wide);
-        UNROLL EACH(j) sum.v[j] += w * x.v[j];
-      } else if (!IS_FINITE(given)) {
-        UNROLL EACH(j) sum.v[j] = REAL_NAN;
-      }
-    }
-    if (add) {
-      const chunk x = ld_chunk(add, t * a_row + c * a_col, a_col, D - c, a_wide);
-      UNROLL EACH(j) sum.v[j] += x.v[j];
-    }
-    st_chunk(y, t * y_row + c * y_col, y_col, D - c, y_wide, sum);
-  }
+#define COMBINE(c, wide, left)                                                                                         \
+  chunk sum;                                                                                                           \
+  UNROLL EACH(j) sum.v[j] = R(0.0);                                                                                    \
+  for (long first = 0; first < K; first += FLYING) {                                                                   \
+    chunk x[FLYING];                                                                                                   \
+    REAL w[FLYING];                                                                                                    \
+    UNROLL for (int u = 0; u < FLYING; u++) {                                                                          \
+      const long k = MIN2(first + u, K - 1), r = slot2row ? slot2row[k] : t * K + k;                                   \
+      const REAL given = weights ? weights[k] : R(1.0);                                                                \
+      w[u] = r < 0 ? (IS_FINITE(given) ? R(0.0) : REAL_NAN) : unweighted ? R(1.0) : given;                             \
+      x[u] = ld_chunk(rows, MAX2(r, 0) * r_row + c * r_col, r_col, left, wide);                                        \
+      if (r < 0) {                                                                                                     \
+        UNROLL EACH(j) x[u].v[j] = R(0.0);                                                                             \
+      }                                                                                                                \
+    }                                                                                                                  \
+    UNROLL for (int u = 0; u < FLYING; u++) if (first + u < K) {                                                       \
+      UNROLL EACH(j) sum.v[j] += w[u] * x[u].v[j];                                                                     \
+    }                                                                                                                  \
+  }                                                                                                                    \
+  if (add) {                                                                                                           \
+    const chunk x = ld_chunk(add, t * a_row + c * a_col, a_col, left, wide);                                           \
+    UNROLL EACH(j) sum.v[j] += x.v[j];                                                                                 \
+  }                                                                                                                    \
+  st_chunk(y, t * y_row + c * y_col, y_col, left, wide, sum)
+  ROW_CHUNKS(c, D, lanes,
+             CHUNK_OK_ST(y, y_row, y_col) && CHUNK_OK_ST(rows, r_row, r_col) &&
+                 (!add || CHUNK_OK_ST(add, a_row, a_col)), COMBINE)
 }
 
 /* y[s] = <a[s/K,:], b[ids[s],:]>, 0 for an id outside [0,E).  Sums in REAL: each lane over its chunks, then a
