@@ -80,16 +80,7 @@ static moe_status run_select(moe_queue *q, const struct moe__args_select *args)
   static const struct moe__kernel K = { "route_cpu", "select_rows" };
   const struct moe__select *s = &args->select;
   const int sigmoid = s->kind == MOE__SELECT_GROUPED_SIGMOID;
-  const struct moe__args_weights weights = {
-    .dtype = args->dtype,
-    .weights = args->weights,
-    .logits = args->logits,
-    .ids = args->ids,
-    .T = args->T,
-    .E = args->E,
-    .K = s->K,
-    .weigh = { sigmoid ? MOE__SIGMOID : MOE__SOFTMAX, s->renormalize, s->scale, 0 },
-  };
+  const struct moe__args_weights weights = moe__weights_of(args);
   if (args->T == 0) return MOE_OK;
   MOE__TRY(LAUNCH(q, &K, moe__real(args->dtype), moe__cl_groups(q), 1, 1, 1, T_(args->ids), T_(args->logits),
                   I_(args->logits.dtype), L_(args->logits.stride[0]), L_(args->logits.stride[1]), T_(args->bias),

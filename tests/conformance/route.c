@@ -9,6 +9,7 @@ struct select_how {
   struct moe__select s;
   enum logits logits;
   int layout, bias, weights;
+  struct moe__weigh weigh; /* scoring 0: the selection's own weights */
 };
 
 static num *make_logits(struct conform *c, int64_t T, int64_t E, int64_t type, enum logits what)
@@ -46,8 +47,9 @@ static int same_ids(struct conform *c, const struct select_how *h, const moe_ten
 
 static void select_run(struct conform *c, int64_t dtype, struct select_how h, const num *logits, const num *bias)
 {
-  struct moe__args_select args = { .dtype = dtype, .T = h.T, .E = h.E, .select = h.s };
+  struct moe__args_select args = { .dtype = dtype, .T = h.T, .E = h.E, .select = h.s, .weigh = h.weigh };
   int64_t K = h.s.K, real = c_real(dtype);
+  int32_t health = 0;
   int32_t *ids = t_ints(&c->m, h.T * K);
   num *want = t_nums(&c->m, h.T * K);
   args.logits = c_in(c, h.type, h.layout, logits, SHAPE(h.T, h.E));
@@ -66,7 +68,8 @@ static void select_run(struct conform *c, int64_t dtype, struct select_how h, co
   if (!same_ids(c, &h, &args.ids, ids, logits, bias)) c->compare = 0; /* other ids, other weights */
   /* With NaN among the logits a renormalized weight may or may not see it: the plan drops what is not finite. */
   if (h.weights && h.logits != NANS) {
-    ref_select_weights(want, ids, logits, h.T, h.E, h.s);
+    if (h.weigh.scoring) ref_weights(want, &health, logits, ids, h.T, h.E, K, h.weigh);
+    else ref_select_weights(want, ids, logits, h.T, h.E, h.s);
     c_check(c, "weights", &args.weights, want);
   }
 }
@@ -75,10 +78,11 @@ static void select_case(struct conform *c, int64_t dtype, struct select_how h)
 {
   static const char *const kinds[] = { "", "softmax", "sigmoid" }, *const inputs[] = { "", " ties", " NaN", " equal",
                                                                                        " extreme" };
-  if (!c_begin(c, dtype, "%s T=%lld E=%lld K=%lld groups=%lld/%lld%s%s %s layout=%d%s%s%s", kinds[h.s.kind],
-               (long long)h.T, (long long)h.E, (long long)h.s.K, (long long)h.s.selected_groups, (long long)h.s.groups,
-               h.s.group_top_two ? " top two" : "", inputs[h.logits], moe_dtype_name(h.type), h.layout,
-               h.bias ? " bias" : "", h.weights ? " weights" : "", h.s.renormalize ? " renormalized" : ""))
+  if (!c_begin(c, dtype, "%s T=%lld E=%lld K=%lld groups=%lld/%lld%s%s %s layout=%d%s%s%s scoring=%lld",
+               kinds[h.s.kind], (long long)h.T, (long long)h.E, (long long)h.s.K, (long long)h.s.selected_groups,
+               (long long)h.s.groups, h.s.group_top_two ? " top two" : "", inputs[h.logits], moe_dtype_name(h.type),
+               h.layout, h.bias ? " bias" : "", h.weights ? " weights" : "", h.s.renormalize ? " renormalized" : "",
+               (long long)h.weigh.scoring))
     return;
   num *logits = make_logits(c, h.T, h.E, h.type, h.logits), *bias = t_uniform(&c->m, h.E, c_real(dtype), 0.3);
   for (int64_t e = 0; e < h.E && h.logits == EQUAL; e++) bias[e].v = 0.25;
@@ -148,9 +152,15 @@ void conform_select(struct conform *c)
     for (int64_t i = 0; i < (c->effort == SMALL ? 5 : 10); i++)
       for (int64_t v = 0; v < 4; v++) {
         int64_t E = experts[i], K = v == 0 ? 1 : v == 1 ? (E + 1) / 2 : v == 2 ? (E < 8 ? E : 8) : (E < 40 ? E : 2);
-        struct select_how h = {
-          tokens[(i + v) % 10], E, c_float(dtype, i + v), TOPK(K), (enum logits)((i + v) % 5), c_layout(i + v), 0, 1
-        };
+        struct select_how h = { tokens[(i + v) % 10],
+                                E,
+                                c_float(dtype, i + v),
+                                TOPK(K),
+                                (enum logits)((i + v) % 5),
+                                c_layout(i + v),
+                                0,
+                                1,
+                                { 0 } };
         if (K > 64) K = 64, h.s.K = K;
         h.s.renormalize = v % 2;
         h.s.scale = v == 3 ? 2.5 : 1;
@@ -158,6 +168,22 @@ void conform_select(struct conform *c)
         h.bias = 1, h.logits = v % 2 ? EQUAL : SPREAD;
         select_case(c, dtype, h);
         h.s.kind = MOE__SELECT_GROUPED_SIGMOID, h.bias = (int)v % 2, h.logits = (enum logits)(v + i % 2);
+        select_case(c, dtype, h);
+      }
+    static const int64_t weighed[][2] = { { 5, 3 }, { 64, 4 }, { 130, 8 }, { 250, 33 }, { 1000, 64 }, { 1030, 2 } };
+    for (int64_t scoring = MOE__SOFTMAX; scoring <= MOE__SQRT_SOFTPLUS; scoring++)
+      for (int64_t i = 0; i < (c->effort == SMALL ? 2 : 6); i++) {
+        const int64_t *w = weighed[i], v = (scoring + i) % 3;
+        struct select_how h = { tokens[(i + scoring) % 10],
+                                w[0],
+                                c_float(dtype, i),
+                                TOPK(w[1]),
+                                SPREAD,
+                                c_layout(i),
+                                0,
+                                1,
+                                { scoring, v > 0, 1.5, v > 1 ? 0.25 : 0 } };
+        if (v == 1) h.logits = EXTREME;
         select_case(c, dtype, h);
       }
     static const int64_t groups[][5] = { /* E, K, groups, selected, top two */
@@ -168,18 +194,23 @@ void conform_select(struct conform *c)
     for (int64_t i = 0; i < 8; i++)
       for (int v = 0; v < (c->effort == SMALL ? 1 : 4); v++) {
         const int64_t *g = groups[i];
-        struct select_how h = { tokens[(i + 3) % 10],  g[0],
-                                c_float(dtype, i + v), GROUPED(g[1], g[2], g[3], g[4]),
-                                (enum logits)v,        c_layout(v),
-                                (int)(i + v) % 2,      1 };
+        struct select_how h = { tokens[(i + 3) % 10],
+                                g[0],
+                                c_float(dtype, i + v),
+                                GROUPED(g[1], g[2], g[3], g[4]),
+                                (enum logits)v,
+                                c_layout(v),
+                                (int)(i + v) % 2,
+                                1,
+                                { 0 } };
         h.s.renormalize = 1;
         h.s.scale = 2.5;
         select_case(c, dtype, h);
       }
     if (c->effort == LONG) {
-      struct select_how h = { 2000, 256, MOE_F32, GROUPED(8, 8, 4, 1), SPREAD, T_PACKED, 1, 1 };
+      struct select_how h = { 2000, 256, MOE_F32, GROUPED(8, 8, 4, 1), SPREAD, T_PACKED, 1, 1, { 0 } };
       select_case(c, dtype, h);
-      h = (struct select_how){ 70, 5003, MOE_F32, TOPK(16), TIES, T_PACKED, 0, 0 };
+      h = (struct select_how){ 70, 5003, MOE_F32, TOPK(16), TIES, T_PACKED, 0, 0, { 0 } };
       select_case(c, dtype, h);
     }
   }

@@ -328,11 +328,195 @@ KERNEL(route_weights_bwd)(TENSOR(uchar, dlogits), int ddt, long d0, long d1, TEN
   }
 }
 
+/* ---- by warps: up to 1024 experts, 64 slots -----------------------------------------------------------------------
+   A warp takes a token; lane k has the slots k and k+32.  No barriers. */
+#if defined(MOE_PTX) && !defined(MOE_ST_F64)
+typedef struct {
+  REAL shift, D, Z; /* as NORMALIZE has them */
+  REAL s[2];        /* scored() of the lane's slots */
+} norms;
+/* l: the logits of the lane's slots, where `has`. */
+FN norms normalize(const REAL *l, const int *has, const GLOBAL uchar *logits, long row, long s1, int dt, int E,
+                   int score, int norm, REAL epsilon)
+{
+  norms z;
+  const int lane = LID & 31;
+  z.shift = R(0.0), z.D = R(1.0);
+  if (norm == SHIFTED || OVER_EXPERTS) {
+    REAL top = -REAL_INF;
+    for (int e = lane; OVER_EXPERTS && e < E; e += 32) top = MAX2(top, LOGIT(e));
+    UNROLL for (int h = 0; h < 2; h++)
+      if (norm == SHIFTED && has[h]) top = MAX2(top, exponent(score, l[h]));
+    WARP_TREE(top, 32, MAX2);
+    z.shift = top;
+  }
+  if (OVER_EXPERTS) {
+    REAL all = R(0.0);
+    for (int e = lane; e < E; e += 32) all += exp(LOGIT(e) - z.shift);
+    WARP_TREE(all, 32, SUM2);
+    z.D = all;
+  }
+  UNROLL for (int h = 0; h < 2; h++) z.s[h] = has[h] ? scored(score, l[h], z.shift) : R(0.0);
+  z.Z = z.D;
+  if (norm != PLAIN) {
+    REAL sum = z.s[0] + z.s[1];
+    WARP_TREE(sum, 32, SUM2);
+    z.Z = norm == EPSILON ? sum + epsilon * z.D : sum;
+  }
+  return z;
+}
+
+FN void load_keys(key *keys, int n, const GLOBAL uchar *logits, long row, long s1, int dt, int E, int lane)
+{
+  UNROLL for (int i = 0; i < n; i++) {
+    const int e = lane + 32 * i;
+    keys[i] = as_int(ldx(logits, row + MIN2(e, E - 1) * s1, dt));
+  }
+}
+/* ids[t,:] as route_select chooses them, without groups, and weights[t,:] (opt) as route_weights has them, for up to
+   32*n experts.  Lane i has the keys of the experts i, i+32, ... in registers.  A round finds the largest key of the
+   warp, and the lowest expert that has it, in one instruction each, and strikes it out.
+   Bytes: the logits once (for a softmax over E again, from cache), ids and weights once. */
+FN void route(TENSOR(int, ids), TENSOR(REAL, weights), TENSOR(const uchar, logits), int dt, long s0, long s1,
+              TENSOR(const REAL, bias), long T, int E, int K, int rule, int score, int norm, REAL scale, REAL epsilon,
+              int n)
+{
+  AT(ids);
+  AT_OPT(weights);
+  AT_OPT(bias);
+  const int lane = LID & 31;
+  const long t = ROW(32), row = logits_at + t * s0;
+  key keys[32];
+  if (t >= T) return;
+  if (dt == DT_F32) load_keys(keys, n, logits, row, s1, DT_F32, E, lane);
+  else if (dt == DT_BF16) load_keys(keys, n, logits, row, s1, DT_BF16, E, lane);
+  else load_keys(keys, n, logits, row, s1, DT_F16, E, lane);
+  REAL top = -REAL_INF, sum = R(0.0);
+  if (rule == BY_SOFTMAX) {
+    UNROLL for (int i = 0; i < n; i++)
+      if (lane + 32 * i < E) top = as_float(keys[i]) > top ? as_float(keys[i]) : top;
+    WARP_TREE(top, 32, MAX2);
+    UNROLL for (int i = 0; i < n; i++)
+      if (lane + 32 * i < E && !IS_NAN(as_float(keys[i]))) sum += exp(as_float(keys[i]) - top);
+    WARP_TREE(sum, 32, SUM2);
+  }
+  UNROLL for (int i = 0; i < n; i++) {
+    const int e = lane + 32 * i;
+    REAL v = as_float(keys[i]);
+    if (rule == BY_SOFTMAX) v = exp(v - top) / sum;
+    else if (rule == BY_SIGMOID) v = sigmoid(v);
+    if (bias && e < E) v += bias[e];
+    keys[i] = e < E ? key_of(v) : KEY_NEVER;
+  }
+
+  int id[2], has[2];
+  REAL l[2];
+  UNROLL for (int h = 0; h < 2; h++) id[h] = 0, l[h] = R(0.0), has[h] = lane + 32 * h < K;
+  for (int k = 0; k < K; k++) {
+    key best = keys[0];
+    int e = E;
+    UNROLL for (int i = 1; i < n; i++) best = MAX2(best, keys[i]);
+    best = warp_max(best);
+    UNROLL for (int i = n - 1; i >= 0; i--)
+      if (keys[i] == best) e = lane + 32 * i;
+    e = warp_min(e);
+    UNROLL for (int i = 0; i < n; i++)
+      if (lane + 32 * i == e) keys[i] = KEY_NEVER;
+    UNROLL for (int h = 0; h < 2; h++)
+      if (lane + 32 * h == k) id[h] = e, l[h] = real_of(best);
+  }
+  UNROLL for (int h = 0; h < 2; h++)
+    if (has[h]) ids[t * K + lane + 32 * h] = id[h];
+  if (!weights) return;
+  UNROLL for (int h = 0; h < 2; h++)
+    if (has[h] && (rule != BY_LOGIT || bias)) l[h] = LOGIT(id[h]);
+  const norms z = normalize(l, has, logits, row, s1, dt, E, score, norm, epsilon);
+  UNROLL for (int h = 0; h < 2; h++)
+    if (has[h]) weights[t * K + lane + 32 * h] = scale * share_of(z.s[h], z.Z);
+}
+#define ROUTE(n)                                                                                                       \
+  KERNEL(route_##n)                                                                                                    \
+  (TENSOR(int, ids), TENSOR(REAL, weights), TENSOR(const uchar, logits), int dt, long s0, long s1,                     \
+   TENSOR(const REAL, bias), long T, int E, int K, int rule, int score, int norm, REAL scale, REAL epsilon)            \
+  {                                                                                                                    \
+    route(ids, ids_at, weights, weights_at, logits, logits_at, dt, s0, s1, bias, bias_at, T, E, K, rule, score, norm,  \
+          scale, epsilon, n);                                                                                          \
+  }
+ROUTE(2)
+ROUTE(4)
+ROUTE(8)
+ROUTE(32)
+
+/* route_weights_bwd: the slots' gradients are put into a row of local memory, from where dlogits is written once.
+   Slots of one expert take turns, in order. */
+KERNEL(route_bwd)(TENSOR(uchar, dlogits), int ddt, long d0, long d1, TENSOR(const REAL, dweights),
+                  TENSOR(const uchar, logits), int dt, long s0, long s1, TENSOR(const int, ids), long T, int E, int K,
+                  int lanes, int score, int norm, REAL scale, REAL epsilon, int accumulate)
+{
+  LOCAL_ARRAY(REAL, rows, 8 * 1024);
+  AT(dweights);
+  AT(ids);
+  const int lane = LID & 31;
+  const long t = ROW(lanes), row = logits_at + t * s0;
+  LOCAL REAL *mine = rows + LID / 32 * E;
+  if (t >= T) return;
+  int id[2], has[2], bad = 0;
+  REAL d[2], l[2], u[2], flow[2], c = R(0.0), all = R(0.0);
+  UNROLL for (int h = 0; h < 2; h++) {
+    const int k = lane + 32 * h;
+    id[h] = k < K ? ids[t * K + k] : 0;
+    d[h] = k < K ? dweights[t * K + k] : R(0.0);
+    has[h] = k < K && KNOWN(id[h]);
+    bad |= k < K && !KNOWN(id[h]);
+  }
+  UNROLL for (int h = 0; h < 2; h++) l[h] = has[h] ? LOGIT(id[h]) : R(0.0);
+  for (int e = lane; e < E; e += 32) mine[e] = R(0.0);
+  const norms z = normalize(l, has, logits, row, s1, dt, E, score, norm, epsilon);
+  UNROLL for (int h = 0; h < 2; h++) {
+    u[h] = share_of(z.s[h], z.Z);
+    if (has[h] && !IS_FINITE(scale * u[h])) bad = 1;
+    if (has[h]) c += d[h] * u[h];
+  }
+  bad = warp_max(bad);
+  if (norm != PLAIN) {
+    WARP_TREE(c, 32, SUM2);
+  } else {
+    c = R(0.0);
+  }
+  if (OVER_EXPERTS) {
+    UNROLL for (int h = 0; h < 2; h++)
+      if (has[h]) all += scale * u[h] * (d[h] - c);
+    WARP_TREE(all, 32, SUM2);
+  }
+  WARP_BARRIER();
+  UNROLL for (int h = 0; h < 2; h++)
+    if (32 * h < K) {
+      const int turn = popcount(warp_match(has[h] ? id[h] : -1 - lane) & ((1u << lane) - 1)), turns = warp_max(turn);
+      for (int i = 0; i <= turns; i++) {
+        if (has[h] && turn == i) mine[id[h]] += d[h] - c;
+        WARP_BARRIER();
+      }
+    }
+  UNROLL for (int h = 0; h < 2; h++) flow[h] = has[h] ? mine[id[h]] : R(0.0);
+  WARP_BARRIER();
+  UNROLL for (int h = 0; h < 2; h++)
+    if (has[h]) mine[id[h]] = scale * u[h] * log_slope(score, l[h]) * flow[h];
+  WARP_BARRIER();
+  for (int e = lane; e < E; e += 32) {
+    const long at = dlogits_at + t * d0 + e * d1;
+    REAL g = mine[e];
+    if (OVER_EXPERTS) g -= share_of(exp(LOGIT(e) - z.shift), z.D) * all;
+    if (bad) g = REAL_NAN;
+    stx(dlogits, at, ddt, accumulate ? ldx(dlogits, at, ddt) + g : g);
+  }
+}
+#endif
+
 /* ---- balance and z losses ----------------------------------------------------------------------------------
    T = S*N tokens; p[t,:] = scored(l, shift_t) / sum_t;  z_t = logsumexp(l)^2.  `score` is SOFTMAX or SIGMOID.
    Sums over tokens go by spans of SPAN tokens of a sequence, then over spans: a shape that T, S and the local size
    fix.  A block is BLOCK neighbouring experts.  Rows are read by chunks (common.clh), for exp on vectors. */
-#define SPAN 256
+#define SPAN 64
 #define BLOCK 32
 
 /* scored() of a chunk of logits; `score` is SOFTMAX or SIGMOID */
@@ -475,7 +659,7 @@ KERNEL(route_balance_sums)(TENSOR(int, counts), TENSOR(REAL, probs), TENSOR(int,
     REAL sum = R(0.0);
     int count = 0;
     if (e < E) {
-      for (long j = s * spans + i / BLOCK; j < (s + 1) * spans; j += parts) {
+      UNROLL_BY(8) for (long j = s * spans + i / BLOCK; j < (s + 1) * spans; j += parts) {
         sum += part_probs[j * E + e];
         count += (int)part_counts[j * E + e];
       }
@@ -591,6 +775,138 @@ KERNEL(route_balance_bwd)(TENSOR(uchar, dlogits), int ddt, long d0, long d1, TEN
     stx_chunk(dlogits, at, d1, E - e, d_wide, ddt, g);
   }
 }
+
+/* Both by warps, a token each, with its logits in registers: lane i has those of the experts i, i+32, ... */
+#if defined(MOE_PTX) && !defined(MOE_ST_F64)
+#define EACH_OWN(i) UNROLL for (int i = 0; i < n; i++) if (lane + 32 * i < E)
+/* top, sum_exp, shift, sum as ROW_SUMS has them; p[i] = scored(l[i], shift) */
+#define OWN_SUMS(l, p)                                                                                                 \
+  REAL l[8], p[8], top = -REAL_INF, sum_exp = R(0.0), shift, sum = R(0.0);                                           \
+  do {                                                                                                                 \
+    EACH_OWN(i) l[i] = ldx(logits, row + (lane + 32 * i) * s1, dt);                                                    \
+    EACH_OWN(i) top = MAX2(top, l[i]);                                                                                 \
+    WARP_TREE(top, 32, MAX2);                                                                                          \
+    shift = exponent(score, top);                                                                                      \
+    EACH_OWN(i) p[i] = exp(l[i] - top), sum_exp += p[i];                                                               \
+    WARP_TREE(sum_exp, 32, SUM2);                                                                                      \
+    sum = sum_exp;                                                                                                     \
+    if (score != SOFTMAX) {                                                                                            \
+      sum = R(0.0);                                                                                                    \
+      EACH_OWN(i) p[i] = scored(score, l[i], shift), sum += p[i];                                                      \
+      WARP_TREE(sum, 32, SUM2);                                                                                        \
+    }                                                                                                                  \
+  } while (0)
+
+/* Steps 1 and 2 at once: group s*spans + i takes span i of sequence s, a warp every eighth of its tokens, whose p it
+   adds up in registers.  Reads the logits once. */
+FN void balance_fwd(TENSOR(REAL, part_probs), TENSOR(REAL, part_counts), TENSOR(REAL, part_z),
+                    TENSOR(REAL, part_tokens), TENSOR(const uchar, logits), int dt, long s0, long s1,
+                    TENSOR(const int, ids), TENSOR(const uchar, mask), long N, long spans, int E, int K, int score,
+                    LOCAL REAL *sums, LOCAL REAL *buf, LOCAL int *hist, int n)
+{
+  AT(part_probs);
+  AT(part_counts);
+  AT(part_z);
+  AT(part_tokens);
+  AT(ids);
+  AT_OPT(mask);
+  const long span = GROUP(0), begin = span / spans * N + span % spans * SPAN;
+  const long end = MIN2(begin + SPAN, (span / spans + 1) * N);
+  const int lane = LID & 31, warps = LSIZE / 32;
+  REAL own[8], z = R(0.0), tokens = R(0.0);
+  UNROLL for (int i = 0; i < n; i++) own[i] = R(0.0);
+  for (int e = LID; e < E; e += LSIZE) hist[e] = 0;
+  for (long t = begin + LID / 32; t < end; t += warps) {
+    const long row = logits_at + t * s0;
+    if (mask && !mask[t]) continue;
+    OWN_SUMS(l, p);
+    const REAL share = R(1.0) / sum, lse = top + log(sum_exp);
+    EACH_OWN(i) own[i] += p[i] * share;
+    if (lane == 0) z += lse * lse, tokens += R(1.0);
+  }
+  EACH_OWN(i) sums[LID / 32 * E + lane + 32 * i] = own[i];
+  GROUP_SUM(z, z, buf);
+  GROUP_SUM(tokens, tokens, buf);
+  GROUP_BARRIER();
+  for (long i = begin * K + LID; i < end * K; i += LSIZE) {
+    const int e = ids[i];
+    if (KNOWN(e) && (!mask || mask[i / K])) atomic_inc(&hist[e]);
+  }
+  GROUP_BARRIER();
+  for (int e = LID; e < E; e += LSIZE) {
+    REAL all = R(0.0);
+    for (int w = 0; w < warps; w++) all += sums[w * E + e];
+    part_probs[span * E + e] = all;
+    part_counts[span * E + e] = (REAL)hist[e];
+  }
+  if (LID == 0) part_z[span] = z, part_tokens[span] = tokens;
+}
+
+FN void balance_bwd(TENSOR(uchar, dlogits), int ddt, long d0, long d1, TENSOR(const uchar, logits), int dt, long s0,
+                    long s1, TENSOR(const int, counts), TENSOR(const int, tokens), TENSOR(const uchar, mask),
+                    TENSOR(const REAL, scale), long T, long S, int E, int K, int score, int accumulate,
+                    REAL balance_coef, REAL z_coef, LOCAL long *lbuf, int n)
+{
+  AT(counts);
+  AT(tokens);
+  AT_OPT(mask);
+  AT_OPT(scale);
+  long many = 0, live = 0;
+  for (long i = LID; i < S; i += LSIZE) many += tokens[i], live += tokens[i] > 0;
+  GROUP_SUM(many, many, lbuf);
+  GROUP_SUM(live, live, lbuf);
+  const int lane = LID & 31;
+  const long t = ROW(32), row = logits_at + t * s0;
+  if (t >= T) return;
+  const long s = t / (T / S);
+  const REAL factor = scale ? scale[0] : R(1.0), n_s = (REAL)tokens[s];
+  const int used = !mask || mask[t];
+  const GLOBAL int *count = counts + s * E;
+  OWN_SUMS(l, p);
+  REAL mean = R(0.0);
+  const REAL share = R(1.0) / sum, share_exp = R(1.0) / sum_exp;
+  EACH_OWN(i) mean += p[i] * share * (REAL)count[lane + 32 * i];
+  WARP_TREE(mean, 32, SUM2);
+  const REAL balance = used ? factor * balance_coef * ((REAL)E / (REAL)K) / (REAL)live / n_s / n_s : R(0.0);
+  const REAL z = used ? factor * z_coef * R(2.0) * (top + log(sum_exp)) / (REAL)many : R(0.0);
+  EACH_OWN(i) {
+    const int e = lane + 32 * i;
+    const long at = dlogits_at + t * d0 + e * d1;
+    REAL g = R(0.0);
+    if (used) {
+      const REAL slope = score == SOFTMAX ? R(1.0) : sigmoid(-l[i]), q = score == SOFTMAX ? p[i] : exp(l[i] - top);
+      g = balance * (p[i] * share) * slope * ((REAL)count[e] - mean) + z * (q * share_exp);
+    }
+    stx(dlogits, at, ddt, accumulate ? ldx(dlogits, at, ddt) + g : g);
+  }
+}
+#define BALANCE(n)                                                                                                     \
+  KERNEL(balance_fwd_##n)                                                                                              \
+  (TENSOR(REAL, part_probs), TENSOR(REAL, part_counts), TENSOR(REAL, part_z), TENSOR(REAL, part_tokens),               \
+   TENSOR(const uchar, logits), int dt, long s0, long s1, TENSOR(const int, ids), TENSOR(const uchar, mask), long N,   \
+   long spans, int E, int K, int score)                                                                                \
+  {                                                                                                                    \
+    LOCAL_ARRAY(REAL, sums, 8 * 32 * n);                                                                               \
+    LOCAL_ARRAY(REAL, buf, 256);                                                                                       \
+    LOCAL_ARRAY(int, hist, 32 * n);                                                                                    \
+    balance_fwd(part_probs, part_probs_at, part_counts, part_counts_at, part_z, part_z_at, part_tokens,                \
+                part_tokens_at, logits, logits_at, dt, s0, s1, ids, ids_at, mask, mask_at, N, spans, E, K, score,      \
+                sums, buf, hist, n);                                                                                   \
+  }                                                                                                                    \
+  KERNEL(balance_bwd_##n)                                                                                              \
+  (TENSOR(uchar, dlogits), int ddt, long d0, long d1, TENSOR(const uchar, logits), int dt, long s0, long s1,           \
+   TENSOR(const int, counts), TENSOR(const int, tokens), TENSOR(const uchar, mask), TENSOR(const REAL, scale), long T, \
+   long S, int E, int K, int lanes, int score, int accumulate, REAL balance_coef, REAL z_coef)                         \
+  {                                                                                                                    \
+    LOCAL_ARRAY(long, lbuf, 256);                                                                                      \
+    (void)lanes;                                                                                                       \
+    balance_bwd(dlogits, dlogits_at, ddt, d0, d1, logits, logits_at, dt, s0, s1, counts, counts_at, tokens, tokens_at, \
+                mask, mask_at, scale, scale_at, T, S, E, K, score, accumulate, balance_coef, z_coef, lbuf, n);         \
+  }
+BALANCE(2)
+BALANCE(4)
+BALANCE(8)
+#endif
 
 /* ---- counts ------------------------------------------------------------------------------------------------ */
 /* Slots of expert e over the S sequences. */
