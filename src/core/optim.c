@@ -85,7 +85,8 @@ moe_status moe_adamw_create(moe_adamw **out, moe_context *ctx, const moe_adamw_d
     return moe__fail(MOE_ERR_INVALID, "%s: peak %g, floor %g: wanted 0 <= floor <= peak, peak > 0", fn, d.peak,
                      d.floor);
   if (d.warmup < 0 || d.total < 0 || (d.total && d.total < d.warmup))
-    return moe__fail(MOE_ERR_INVALID, "%s: warmup %lld, total %lld", fn, (long long)d.warmup, (long long)d.total);
+    return moe__fail(MOE_ERR_INVALID, "%s: warmup %lld, total %lld: wanted 0 <= warmup <= total, or total 0", fn,
+                     (long long)d.warmup, (long long)d.total);
   if (!(d.max_norm >= 0 && isfinite(d.max_norm)))
     return moe__fail(MOE_ERR_INVALID, "%s: max_norm %g, wanted finite and >= 0", fn, d.max_norm);
   if (d.loss_scale.handle) MOE__TRY(WANT(fn, d.loss_scale, d.dtype, 1));

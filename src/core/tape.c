@@ -355,15 +355,17 @@ static moe_value leaf(moe_tape *t, const moe_tensor *tensor, const moe_tensor *g
 {
   if (!t || t->status) return (moe_value){ 0 };
   if (!tensor || !tensor->handle) return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: tensor is not given", fn);
-  const moe_status st = moe__want_array(fn, "tensor", tensor, 0);
+  moe_status st = moe__want_array(fn, "tensor", tensor, 0);
+  if (!st && grad) st = moe__want_out(fn, "grad", grad, 0, tensor->rank, tensor->shape);
   if (st) return moe__tape_fail(t, st), (moe_value){ 0 };
   if (!moe_tensor_is_packed(tensor)) return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: tensor is not a packed tensor", fn);
   if (needs && !moe__is_float(tensor->dtype))
     return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: %s has no gradient", fn, moe_dtype_name(tensor->dtype));
-  if (grad && (moe__want_out(fn, "grad", grad, 0, tensor->rank, tensor->shape) || !grad->handle ||
-               !moe_tensor_is_packed(grad) || (grad->dtype == MOE_F64) != (tensor->dtype == MOE_F64)))
-    return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: grad wants the shape of the tensor, packed, a float (f64 with f64 only)",
-                     fn);
+  if (grad && !grad->handle) return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: grad is not given", fn);
+  if (grad && !moe_tensor_is_packed(grad)) return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: grad is not packed", fn);
+  if (grad && (grad->dtype == MOE_F64) != (tensor->dtype == MOE_F64))
+    return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: grad is %s of a tensor of %s, f64 goes with f64 only", fn,
+                     moe_dtype_name(grad->dtype), moe_dtype_name(tensor->dtype));
   if (grad && !grow(t, (void **)&t->params, &t->room_params, t->n_params, sizeof *t->params)) return (moe_value){ 0 };
   moe_value v = needs ? moe__segment_replay_leaf(t, tensor, grad) : no_value;
   if (v.id || t->status) return v;
@@ -542,9 +544,11 @@ static void step_back(moe_tape *t, int64_t index)
     moe__tape_through_expansion(t, n, dout);
   else if (rule->backward) rule->backward(t, n, dout);
   else
-    moe__tape_fail(t, moe__fail(MOE_ERR_NO_SECOND_DERIVATIVE,
-                                "moe_tape: node %lld, gradient of %s, has no derivative; MOE_DECOMPOSE gives one",
-                                (long long)index, n->name));
+    moe__tape_fail(t,
+                   moe__fail(MOE_ERR_NO_SECOND_DERIVATIVE,
+                             "moe_tape: node %lld, gradient of %s, has no derivative; MOE_DECOMPOSE in the call that "
+                             "made it gives one",
+                             (long long)index, n->name));
   t->walking = outer;
 }
 
@@ -553,7 +557,9 @@ static moe_value seed_of(moe_tape *t, moe_value of, moe_value seed, const char *
 {
   const struct moe__value *root = moe__tape_look(t, of, fn);
   if (!root) return seed;
-  if (!root->needs_grad) return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: `of` depends on nothing that needs a gradient", fn);
+  if (!root->needs_grad)
+    return TAPE_FAIL(t, MOE_ERR_INVALID,
+                     "%s: `of` depends on nothing that needs a gradient (gradients do with MOE_CREATE_GRAPH only)", fn);
   if (!seed.id) {
     if (moe_tensor_count(&root->t) != 1)
       return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: `of` has %lld elements, without a seed 1 is wanted", fn,

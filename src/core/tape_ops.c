@@ -347,7 +347,8 @@ moe_value moe_tape_cast(moe_tape *t, moe_value a, int64_t dtype)
   static const char fn[] = "moe_tape_cast";
   const struct moe__value *v = look_float(t, a, fn, "a");
   if (!v) return none;
-  if (!moe__is_float(dtype)) return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: dtype %lld is no float", fn, (long long)dtype);
+  if (!moe__is_float(dtype))
+    return TAPE_FAIL(t, MOE_ERR_INVALID, "%s: dtype %s is no float", fn, moe_dtype_name(dtype));
   if (v->t.dtype == dtype) return a;
   const int64_t real = v->t.dtype == MOE_F64 || dtype == MOE_F64 ? MOE_F64 : MOE_F32;
   if (real == MOE_F64 && v->t.dtype != MOE_F32 && dtype != MOE_F32)

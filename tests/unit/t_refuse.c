@@ -847,7 +847,7 @@ static void optimizer(void **state)
   ADAMW("floor -1", floor = -1);
   ADAMW("warmup -1", warmup = -1);
   ADAMW("total -1", total = -1);
-  ADAMW("total 5", total = 5; d.warmup = 6);
+  ADAMW("warmup 6, total 5: wanted 0 <= warmup <= total", total = 5; d.warmup = 6);
   ADAMW("max_norm -1", max_norm = -1);
   ADAMW("max_norm inf", max_norm = INFINITY);
   ADAMW("loss_scale has rank 2", loss_scale = p);
@@ -955,12 +955,12 @@ static void tape(void **state)
   INVALID("begins at byte", moe_tape_leaf(t, SPOILT(good.s.io.x, offset += 1), 1));
   INVALID("i32 has no gradient", moe_tape_leaf(t, &good.s.ids, 1));
   INVALID("grad is NULL", moe_tape_param(t, &good.s.io.x, NULL));
-  INVALID("grad wants", moe_tape_param(t, &good.s.io.x, SPOILT(grad, handle = NULL)));
-  INVALID("grad wants", moe_tape_param(t, &good.s.io.x, SPOILT(grad, shape[0] = 5)));
-  INVALID("grad wants", moe_tape_param(t, &good.s.io.x, SPOILT(grad, dtype = MOE_F64)));
-  INVALID("grad wants", moe_tape_param(t, &good.s.io.x, SPOILT(grad, dtype = MOE_I32)));
-  INVALID("grad wants", moe_tape_param(t, &good.s.io.x, SPOILT(grad, stride[0] = 10)));
-  INVALID("grad wants", moe_tape_param(t, &good.s.io.x, SPOILT(grad, offset += 1)));
+  INVALID("grad is not given", moe_tape_param(t, &good.s.io.x, SPOILT(grad, handle = NULL)));
+  INVALID("grad has extent 5 in dimension 0, 6", moe_tape_param(t, &good.s.io.x, SPOILT(grad, shape[0] = 5)));
+  INVALID("grad is f64 of a tensor of f32", moe_tape_param(t, &good.s.io.x, SPOILT(grad, dtype = MOE_F64)));
+  INVALID("grad is i32, f64, f32", moe_tape_param(t, &good.s.io.x, SPOILT(grad, dtype = MOE_I32)));
+  INVALID("grad is not packed", moe_tape_param(t, &good.s.io.x, SPOILT(grad, stride[0] = 10)));
+  INVALID("grad begins at byte", moe_tape_param(t, &good.s.io.x, SPOILT(grad, offset += 1)));
   INVALID("moe_tape_add: the null value", moe_tape_add(t, x, NO_VALUE));
   INVALID("moe_tape_add: the null value", moe_tape_add(t, NO_VALUE, x));
   INVALID("do not broadcast", moe_tape_add(t, x, w));

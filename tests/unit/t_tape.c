@@ -811,7 +811,7 @@ static void cycle(struct small *s, int i)
     moe_value x;
     OK(moe_tape_backward(tape, through(s, 0, 1, &x), none, MOE_CREATE_GRAPH));
     moe_value g = square(moe_tape_grad(tape, x));
-    FAILS(MOE_ERR_NO_SECOND_DERIVATIVE, "node", moe_tape_backward(tape, g, none, 0));
+    FAILS(MOE_ERR_NO_SECOND_DERIVATIVE, "MOE_DECOMPOSE in the call that made it", moe_tape_backward(tape, g, none, 0));
     break;
   }
   default: OK(moe_tape_backward(tape, through(s, i % 2, 1, NULL), none, 0));
