@@ -1,34 +1,12 @@
 /* t_tape.c - the tape on a device: gradients of every operation against finite differences in f64, second
    derivatives and their refusal, accumulation, stale values, initial values, and memory that does not grow. */
-#include "moe_test.h"
-#include "../ref/device.h"
+#include "tape_fixture.h"
 
 #include "config.h"
 #include "core/backend.h"
 #if MOE_HAVE_OPENCL
 #include "opencl/loader.h"
 #endif
-
-static moe_context *ctx;
-static moe_queue *q;
-static moe_tape *tape;
-static struct t_memory m;
-static const moe_value none;
-
-static int setup(void **state)
-{
-  (void)state;
-  t_memory_init(&m, ctx, q, 1);
-  return moe_tape_create(&tape, q, NULL) != MOE_OK;
-}
-static int teardown(void **state)
-{
-  uint64_t bits;
-  (void)state;
-  moe_tape_free(tape);
-  t_memory_free(&m);
-  return moe_health_read(q, &bits) != MOE_OK;
-}
 
 static void set(const moe_tensor *t, const double *values)
 {
@@ -62,12 +40,6 @@ static void fetch(const moe_tensor *t, double *values)
   t_download(&m);
   assert_int_equal(m.status, MOE_OK);
   t_get(&m, t, values);
-}
-static double number_of(moe_value v)
-{
-  double x = NAN;
-  OK(moe_tape_read(tape, v, &x, 1));
-  return x;
 }
 
 /* ---- finite differences ------------------------------------------------------------------------------------------ */
@@ -192,17 +164,7 @@ static void check_second(const char *what, struct problem *p)
     compare(what, i, numeric, analytic[i], p->count[i]);
   }
 }
-#define NEEDS_FP64                                                                                                     \
-  do {                                                                                                                 \
-    if (!test_has_fp64(ctx)) skip();                                                                                   \
-  } while (0)
-
 /* ---- primitive operations ---------------------------------------------------------------------------------------- */
-/* A loss that is not linear in y, with different weights for its elements. */
-static moe_value square(moe_value y)
-{
-  return moe_tape_sum(tape, moe_tape_mul(tape, y, y));
-}
 static moe_value loss_of_maps(const moe_value *in)
 {
   static const int64_t shape[2] = { 2, 3 };
@@ -876,7 +838,6 @@ static void the_arena_is_reused(void **state)
 
 int main(void)
 {
-#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
   const struct CMUnitTest tests[] = {
     TEST(gradients_of_maps),
     TEST(second_derivatives_of_maps),

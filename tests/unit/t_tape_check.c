@@ -1,35 +1,11 @@
 /* t_tape_check.c - what makes gradients trustworthy, on a device: bad ones are found and named (every dtype, place and
    policy, over steps and resets), moe_gradcheck tells right rules from wrong ones and leaves its inputs alone, and
    moe_hvp. */
-#include "moe_test.h"
-#include "../ref/device.h"
+#include "tape_fixture.h"
 
 #include "core/tape.h"
 
 #include <math.h>
-
-static moe_context *ctx;
-static moe_queue *q;
-static struct t_memory m;
-static const moe_value none;
-
-static int setup(void **state)
-{
-  (void)state;
-  t_memory_init(&m, ctx, q, 1);
-  return 0;
-}
-static int teardown(void **state)
-{
-  uint64_t bits;
-  (void)state;
-  t_memory_free(&m);
-  return moe_health_read(q, &bits) != MOE_OK;
-}
-#define NEEDS_FP64                                                                                                     \
-  do {                                                                                                                 \
-    if (!test_has_fp64(ctx)) skip();                                                                                   \
-  } while (0)
 
 static moe_tensor put(int64_t dtype, const double *values, int rank, const int64_t *shape)
 {
@@ -545,7 +521,7 @@ static void descriptors(void **state)
 }
 
 /* ---- gradcheck --------------------------------------------------------------------------------------------------------- */
-static moe_value square(void *user, moe_tape *t, const moe_value *in, int64_t n)
+static moe_value squares(void *user, moe_tape *t, const moe_value *in, int64_t n)
 {
   (void)user;
   (void)n;
@@ -574,7 +550,7 @@ static void gradcheck_of_right_and_wrong_rules(void **state)
   (void)state;
   NEEDS_FP64;
   moe_tensor in[2] = { PUT(MOE_F64, 1.1, -2.2, 3.3, 0.7), PUT(MOE_F64, 0.4, -1.5, 1.2) };
-  OK(moe_gradcheck(&r, q, square, NULL, in, 1, NULL));
+  OK(moe_gradcheck(&r, q, squares, NULL, in, 1, NULL));
   assert_int_equal(r.checked, 4);
   assert_true(r.error < 1e-8);
   FAILS(MOE_ERR_CHECK, "error 0.3333 > 0.0001", moe_gradcheck(&r, q, half_of_square, NULL, in, 1, NULL));
@@ -597,7 +573,7 @@ static void gradcheck_of_right_and_wrong_rules(void **state)
   /* Second derivatives: of this wrong rule 0 for 1. */
   desc = moe_gradcheck_desc_init();
   desc.second = 1;
-  OK(moe_gradcheck(&r, q, square, NULL, in, 1, &desc));
+  OK(moe_gradcheck(&r, q, squares, NULL, in, 1, &desc));
   FAILS(MOE_ERR_CHECK, "error 1 > 0.0001", moe_gradcheck(&r, q, half_of_square, NULL, in, 1, &desc));
   assert_near(r.analytic, 0, 0);
 }
@@ -617,7 +593,7 @@ static void gradcheck_of_some_elements(void **state)
     t_put(&m, &in, t_uniform(&m, cases[c].count, MOE_F64, 1));
     t_upload(&m);
     desc.elements = cases[c].most;
-    OK(moe_gradcheck(&r, q, square, NULL, &in, 1, &desc));
+    OK(moe_gradcheck(&r, q, squares, NULL, &in, 1, &desc));
     assert_int_equal(r.checked, cases[c].checked);
   }
   /* The last one is among them: there the rule is wrong. */
@@ -666,7 +642,7 @@ static void gradcheck_puts_inputs_back(void **state)
   NEEDS_FP64;
   moe_tensor in = put(MOE_F64, values, SHAPE(4)), odd = PUT(MOE_F64, NAN, INFINITY, 3);
   const moe_span where = { in.handle, in.offset, sizeof now };
-  OK(moe_gradcheck(NULL, q, square, NULL, &in, 1, NULL));
+  OK(moe_gradcheck(NULL, q, squares, NULL, &in, 1, NULL));
   OK(moe_span_read(q, now, where, sizeof now));
   assert_memory_equal(now, values, sizeof now);
   FAILS(MOE_ERR_CHECK, "", moe_gradcheck(NULL, q, half_of_square, NULL, &in, 1, NULL));
@@ -681,7 +657,7 @@ static void gradcheck_puts_inputs_back(void **state)
     assert_int_equal(r.checked, 0);
   }
   /* What cannot be told is no pass. */
-  FAILS(MOE_ERR_CHECK, "input 0, element 0", moe_gradcheck(&r, q, square, NULL, &odd, 1, NULL));
+  FAILS(MOE_ERR_CHECK, "input 0, element 0", moe_gradcheck(&r, q, squares, NULL, &odd, 1, NULL));
   assert_true(isinf(r.error));
   FAILS(MOE_ERR_INVALID, "the function's result: the null value",
         moe_gradcheck(&r, q, gives_nothing, NULL, &in, 1, NULL));
@@ -702,21 +678,21 @@ static void gradcheck_refusals(void **state)
              strided = t_tensor(&m, MOE_F64, T_STEP, SHAPE(2)), absent = { 0 };
   (void)state;
   if (!test_has_fp64(ctx)) {
-    FAILS(MOE_ERR_UNSUPPORTED, "has no fp64", moe_gradcheck(&r, q, square, NULL, &in, 1, NULL));
+    FAILS(MOE_ERR_UNSUPPORTED, "has no fp64", moe_gradcheck(&r, q, squares, NULL, &in, 1, NULL));
     return;
   }
-  FAILS(MOE_ERR_INVALID, "moe_gradcheck: queue is NULL", moe_gradcheck(&r, NULL, square, NULL, &in, 1, NULL));
+  FAILS(MOE_ERR_INVALID, "moe_gradcheck: queue is NULL", moe_gradcheck(&r, NULL, squares, NULL, &in, 1, NULL));
   FAILS(MOE_ERR_INVALID, "moe_gradcheck: function is NULL", moe_gradcheck(&r, q, NULL, NULL, &in, 1, NULL));
-  FAILS(MOE_ERR_INVALID, "moe_gradcheck: inputs is NULL", moe_gradcheck(&r, q, square, NULL, NULL, 1, NULL));
-  FAILS(MOE_ERR_INVALID, "moe_gradcheck: n 0", moe_gradcheck(&r, q, square, NULL, &in, 0, NULL));
-  FAILS(MOE_ERR_INVALID, "inputs[0] is not a packed f64", moe_gradcheck(&r, q, square, NULL, &narrow, 1, NULL));
-  FAILS(MOE_ERR_INVALID, "inputs[0] is not a packed f64", moe_gradcheck(&r, q, square, NULL, &strided, 1, NULL));
-  FAILS(MOE_ERR_INVALID, "inputs[0] is not a packed f64", moe_gradcheck(&r, q, square, NULL, &absent, 1, NULL));
+  FAILS(MOE_ERR_INVALID, "moe_gradcheck: inputs is NULL", moe_gradcheck(&r, q, squares, NULL, NULL, 1, NULL));
+  FAILS(MOE_ERR_INVALID, "moe_gradcheck: n 0", moe_gradcheck(&r, q, squares, NULL, &in, 0, NULL));
+  FAILS(MOE_ERR_INVALID, "inputs[0] is not a packed f64", moe_gradcheck(&r, q, squares, NULL, &narrow, 1, NULL));
+  FAILS(MOE_ERR_INVALID, "inputs[0] is not a packed f64", moe_gradcheck(&r, q, squares, NULL, &strided, 1, NULL));
+  FAILS(MOE_ERR_INVALID, "inputs[0] is not a packed f64", moe_gradcheck(&r, q, squares, NULL, &absent, 1, NULL));
 #define WITH(field, value, text)                                                                                       \
   do {                                                                                                                 \
     desc = moe_gradcheck_desc_init();                                                                                  \
     desc.field = value;                                                                                                \
-    FAILS(MOE_ERR_INVALID, text, moe_gradcheck(&r, q, square, NULL, &in, 1, &desc));                                   \
+    FAILS(MOE_ERR_INVALID, text, moe_gradcheck(&r, q, squares, NULL, &in, 1, &desc));                                  \
   } while (0)
   WITH(step, -1, "step -1");
   WITH(step, (double)INFINITY, "step inf");
@@ -732,7 +708,7 @@ static void gradcheck_refusals(void **state)
   struct moe__dev_info less = *info;
   less.pub.fp64 = 0;
   ctx->info = &less;
-  moe_status st = moe_gradcheck(&r, q, square, NULL, &in, 1, NULL);
+  moe_status st = moe_gradcheck(&r, q, squares, NULL, &in, 1, NULL);
   ctx->info = info;
   assert_int_equal(st, MOE_ERR_UNSUPPORTED);
   assert_non_null(strstr(moe_last_error(), "has no fp64"));
@@ -799,7 +775,6 @@ static void hessian_vector_products(void **state)
 
 int main(void)
 {
-#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
   const struct CMUnitTest tests[] = {
     TEST(every_bad_value_in_every_place),
     TEST(in_a_parameters_tensor),

@@ -1,29 +1,9 @@
 /* t_tape_custom.c - the caller's own functions on the tape (values, first and second derivatives, errors, release), and
    recomputed segments: gradients equal to the last bit to those of the same operations without them, in less memory. */
 #include "fixture.h"
+#include "tape_fixture.h"
 
 #include "core/tape.h"
-
-static moe_context *ctx;
-static moe_queue *q;
-static moe_tape *tape;
-static struct t_memory m;
-static const moe_value none;
-
-static int setup(void **state)
-{
-  (void)state;
-  t_memory_init(&m, ctx, q, 1);
-  return moe_tape_create(&tape, q, NULL) != MOE_OK;
-}
-static int teardown(void **state)
-{
-  uint64_t bits;
-  (void)state;
-  moe_tape_free(tape);
-  t_memory_free(&m);
-  return moe_health_read(q, &bits) != MOE_OK;
-}
 
 /* A tensor that holds these values once sent. */
 static moe_tensor put(const double *values, int rank, const int64_t *shape)
@@ -45,12 +25,6 @@ static moe_tensor gradient_tensor(int rank, const int64_t *shape)
   return t;
 }
 
-static double number_of(moe_value v)
-{
-  double x = NAN;
-  OK(moe_tape_read(tape, v, &x, 1));
-  return x;
-}
 #define assert_values(v, ...)                                                                                          \
   do {                                                                                                                 \
     const double want_values_[] = { __VA_ARGS__ };                                                                     \
@@ -59,10 +33,6 @@ static double number_of(moe_value v)
     OK(moe_tape_read(tape, v, got_values_, n_));                                                                       \
     for (int64_t i_ = 0; i_ < n_; i_++) assert_near(got_values_[i_], want_values_[i_], 0);                             \
   } while (0)
-static moe_value square(moe_value y)
-{
-  return moe_tape_sum(tape, moe_tape_mul(tape, y, y));
-}
 
 /* The tape is as if nothing had been running. */
 static void assert_outside(int recording)
@@ -1525,7 +1495,6 @@ static void nothing_grows(void **state)
 
 int main(void)
 {
-#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
   const struct CMUnitTest tests[] = {
     TEST(several_inputs_and_outputs),
     TEST(higher_derivatives),

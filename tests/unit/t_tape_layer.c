@@ -9,29 +9,12 @@
    five-point rule of t_grad.c, with the choices of the middle point replayed: no probe changes one.  Values are drawn
    anew while an activation is within 8h of a kink, where G itself jumps. */
 #include "fixture.h"
+#include "tape_fixture.h"
 
 #include <math.h>
 
 #define STEP (1.0 / 1024)
 #define KINK (8 * STEP)
-
-static moe_context *ctx;
-static moe_queue *queue;
-static moe_tape *tape;
-static const moe_value none;
-
-static int setup(void **state)
-{
-  (void)state;
-  return moe_tape_create(&tape, queue, NULL) != MOE_OK;
-}
-static int teardown(void **state)
-{
-  uint64_t bits;
-  (void)state;
-  moe_tape_free(tape);
-  return moe_health_read(queue, &bits) != MOE_OK;
-}
 
 /* ---- layers ------------------------------------------------------------------------------------------------------ */
 struct kind {
@@ -152,7 +135,7 @@ static void make(struct layer *l, const struct kind *k, int64_t dtype, uint64_t 
   l->desc.balance_coef = k->balance;
   l->desc.balance_scoring = k->balance_scoring;
   l->desc.z_coef = k->z;
-  layer_make(l, ctx, queue, k->sequences ? k->sequences : 1);
+  layer_make(l, ctx, q, k->sequences ? k->sequences : 1);
   if (k->mask) layer_mask(l, k->mask == 1 ? some : nobody);
   if (k->aux_scale > 0) layer_aux_scale(l, k->aux_scale);
   if (k->random_ids) {
@@ -429,7 +412,7 @@ static void a_bad_token_stays_alone(void **state)
     struct on_tape r = record(&l, 0);
     moe_value dy = moe_tape_leaf(tape, &l.io.dy, 0);
     OK(moe_tape_gradients(g, tape, &r.y, &dy, 1, r.v, r.n, decomposed ? MOE_CREATE_GRAPH | MOE_DECOMPOSE : 0));
-    OK(moe_health_read(queue, &bits));
+    OK(moe_health_read(q, &bits));
     assert_true(bits & MOE_HEALTH_ID);
     read_all(&r, g, decomposed ? got : fused);
     for (int i = 0; decomposed && i < r.n; i++) {
@@ -554,8 +537,8 @@ static void losses_join_once(void **state)
     OK(moe_tape_gradients(g, tape, &r.loss, NULL, 1, r.v, r.n, MOE_CREATE_GRAPH | MOE_DECOMPOSE));
     moe_value sum = both ? r.loss : none;
     for (int i = 0; i < r.n; i++) {
-      moe_value square = moe_tape_scale(tape, moe_tape_sum(tape, moe_tape_mul(tape, g[i], g[i])), 0.5);
-      sum = sum.id ? moe_tape_add(tape, sum, square) : square;
+      moe_value half = moe_tape_scale(tape, square(g[i]), 0.5);
+      sum = sum.id ? moe_tape_add(tape, sum, half) : half;
       for (int64_t j = 0; j < r.count[i]; j++) want[i][j] = hv[i][j] + both * fused[i][j];
     }
     OK(moe_tape_gradients(p, tape, &sum, NULL, 1, r.v, r.n, 0));
@@ -576,8 +559,8 @@ static void no_second_derivative_of_fused_gradients(void **state)
   for (int i = 0, n = r.n; i < n; i++) {
     r = record(&l, 0);
     OK(moe_tape_gradients(g, tape, &r.loss, NULL, 1, r.v, r.n, MOE_CREATE_GRAPH));
-    moe_value square = moe_tape_sum(tape, moe_tape_mul(tape, g[i], g[i]));
-    FAILS(MOE_ERR_NO_SECOND_DERIVATIVE, "moe_layer", moe_tape_gradients(h, tape, &square, NULL, 1, r.v, r.n, 0));
+    moe_value s = square(g[i]);
+    FAILS(MOE_ERR_NO_SECOND_DERIVATIVE, "moe_layer", moe_tape_gradients(h, tape, &s, NULL, 1, r.v, r.n, 0));
     assert_non_null(strstr(moe_last_error(), "node "));
     assert_non_null(strstr(moe_last_error(), "MOE_DECOMPOSE"));
     FAILS(MOE_ERR_NO_SECOND_DERIVATIVE, "moe_layer", moe_tape_status(tape));
@@ -658,7 +641,6 @@ static void through_segments_and_functions(void **state)
 
 int main(void)
 {
-#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
   const struct CMUnitTest tests[] = {
     TEST(decomposed_gradients),
     TEST(fused_gradients_as_values),
@@ -671,13 +653,13 @@ int main(void)
     TEST(no_second_derivative_of_fused_gradients),
     TEST(through_segments_and_functions),
   };
-  if (!test_open(&ctx, &queue)) return 77;
+  if (!test_open(&ctx, &q)) return 77;
   if (!test_has_fp64(ctx)) {
-    test_close(ctx, queue);
+    test_close(ctx, q);
     printf("SKIP: the device has no fp64\n");
     return 77;
   }
   int rc = TEST_MAIN(tests);
-  test_close(ctx, queue);
+  test_close(ctx, q);
   return rc;
 }

@@ -3,37 +3,10 @@
    in f64; ties, and refusals.
 
    A line of the table is one operation with shapes and parameters: how to record it, and how to compute it. */
-#include "moe_test.h"
+#include "tape_fixture.h"
 #include "../ref/compare.h"
-#include "../ref/device.h"
 
-static moe_context *ctx;
-static moe_queue *q;
-static moe_tape *tape;
-static struct t_memory m;
-static const moe_value none;
-
-static int wrong; /* lines */
-
-static int setup(void **state)
-{
-  (void)state;
-  wrong = 0;
-  t_memory_init(&m, ctx, q, 1);
-  return moe_tape_create(&tape, q, NULL) != MOE_OK;
-}
-static int teardown(void **state)
-{
-  uint64_t bits;
-  (void)state;
-  moe_tape_free(tape);
-  t_memory_free(&m);
-  return moe_health_read(q, &bits) != MOE_OK;
-}
-#define NEEDS_FP64                                                                                                     \
-  do {                                                                                                                 \
-    if (!test_has_fp64(ctx)) skip();                                                                                   \
-  } while (0)
+static int wrong; /* lines of this test */
 
 /* ---- lines --------------------------------------------------------------------------------------------------------- */
 enum { INPUTS = 3, IDS = 5, MOST = 64 }; /* elements of an input */
@@ -102,6 +75,12 @@ static void tell(const char *format, ...)
   printf("\n");
   va_end(list);
   wrong++;
+}
+static void none_wrong(void)
+{
+  const int n = wrong;
+  wrong = 0;
+  assert_int_equal(n, 0);
 }
 
 static moe_value id_value(moe_tape *t)
@@ -828,7 +807,7 @@ static void values(void **state)
       prepare(&lines[l], dtypes[d]);
       check_values("");
     }
-  assert_int_equal(wrong, 0);
+  none_wrong();
 }
 /* A NaN goes where C's arithmetic takes it, and nowhere else. */
 static void values_with_a_nan(void **state)
@@ -841,7 +820,7 @@ static void values_with_a_nan(void **state)
         poison(i, 7 * k);
         check_values("with a NaN, ");
       }
-  assert_int_equal(wrong, 0);
+  none_wrong();
 }
 
 /* ---- gradients ------------------------------------------------------------------------------------------------------- */
@@ -867,7 +846,7 @@ static void check_gradients(int second, int cubed)
     for (int i = 0; i < line->n; i++) all += count_of(&in_array[i]);
     if (!st && r.checked != all) tell("%lld of %lld elements checked", (long long)r.checked, (long long)all);
   }
-  assert_int_equal(wrong, 0);
+  none_wrong();
 }
 static void first_derivatives(void **state)
 {
@@ -930,7 +909,7 @@ static void gradients_in_f32(void **state)
     gradients_in(MOE_F32, 0, narrow);
     assert_alike(narrow, wide, 1, 0x1p-24);
   }
-  assert_int_equal(wrong, 0);
+  none_wrong();
 }
 
 /* Gradients that can be differentiated again are those that cannot. */
@@ -944,7 +923,7 @@ static void gradients_as_a_graph(void **state)
     gradients_in(MOE_F32, MOE_CREATE_GRAPH, graph);
     assert_alike(graph, plain, 1, 0x1p-24);
   }
-  assert_int_equal(wrong, 0);
+  none_wrong();
 }
 
 /* Parameters: written to their tensors, or added to what is there. */
@@ -973,7 +952,7 @@ static void gradients_of_parameters(void **state)
       assert_alike(bound, plain, pass + 1, 0x1p-24);
     }
   }
-  assert_int_equal(wrong, 0);
+  none_wrong();
 }
 
 /* ---- where derivatives break ------------------------------------------------------------------------------------------- */
@@ -1233,7 +1212,6 @@ static void refusals(void **state)
 
 int main(void)
 {
-#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
   const struct CMUnitTest tests[] = {
     TEST(values),
     TEST(values_with_a_nan),
