@@ -75,7 +75,7 @@ MOE_API MOE_CHECKED moe_status moe_queue_create(moe_queue **out, moe_context *ct
 MOE_API void moe_queue_free(moe_queue *queue);
 /* Blocks until all work enqueued so far is done.  Reports asynchronous faults of earlier work
    (MOE_ERR_BACKEND, with the op's name where it is known), then the health word, and bad gradients of tapes whose
-   policy is MOE_HEALTH_POLICY_FAIL (MOE_ERR_DATA; the text says what was met).  This call clears both. */
+   policy is MOE_HEALTH_POLICY_FAIL (MOE_ERR_DATA; the text says what was met).  No later wait reports them again. */
 MOE_API MOE_CHECKED moe_status moe_queue_wait(moe_queue *queue);
 
 /* Bits of the health word: data problems that kernels met.  Never undefined behaviour: the rows
@@ -102,7 +102,7 @@ MOE_API MOE_CHECKED moe_status moe_span_fill(moe_queue *queue, moe_span to, uint
 
 /* Values of packed float tensors (F64, F32, BF16, F16), for set-up and inspection: the first call of a kind
    compiles its kernel. */
-/* Every element becomes `value`; enqueued. */
+/* Every element becomes `value`, a finite one; enqueued. */
 MOE_API MOE_CHECKED moe_status moe_tensor_fill(moe_queue *queue, const moe_tensor *t, double value);
 /* Normal values of standard deviation stddev, a function of (seed, stream, index) alone: the same bits on every
    device.  Give each tensor its own stream, 0..2^31-1.  Enqueued. */

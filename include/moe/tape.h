@@ -42,7 +42,8 @@ MOE_INIT(moe_tape_desc)
 MOE_API MOE_CHECKED moe_status moe_tape_create(moe_tape **out, moe_queue *queue, const moe_tape_desc *desc);
 /* NULL is fine.  Blocks until the work of its queue is done. */
 MOE_API void moe_tape_free(moe_tape *tape);
-/* Forgets all values and the error; keeps the memory.  Does not wait: the memory is reused in queue order. */
+/* Forgets all values and the error, and records again; keeps the memory.  Does not wait: the memory is reused in queue
+   order. */
 MOE_API void moe_tape_reset(moe_tape *tape);
 /* The first error since create or reset, with its text in moe_last_error; MOE_OK where there is none. */
 MOE_API MOE_CHECKED moe_status moe_tape_status(const moe_tape *tape);
@@ -56,7 +57,7 @@ MOE_API void moe_tape_memory(const moe_tape *tape, uint64_t *held, uint64_t *use
 /* The caller's packed tensor, which must stay unchanged until backward is done (in queue order).
    needs_grad 0: a constant. */
 MOE_API moe_value moe_tape_leaf(moe_tape *tape, const moe_tensor *tensor, int64_t needs_grad);
-/* A parameter: backward writes its gradient to `grad` (packed, same shape, any float). */
+/* A parameter: backward writes its gradient to `grad` (packed, same shape; F64 for an F64 tensor, else F32, BF16 or F16). */
 MOE_API moe_value moe_tape_param(moe_tape *tape, const moe_tensor *tensor, const moe_tensor *grad);
 /* The same tensor as a constant: no gradient flows through it. */
 MOE_API moe_value moe_tape_detach(moe_tape *tape, moe_value v);
@@ -67,7 +68,7 @@ MOE_API MOE_CHECKED moe_status moe_tape_read(moe_tape *tape, moe_value v, double
 
 /* ---- operations ------------------------------------------------------------------------------------------------
    Results are packed and new (reshape and detach share memory).  Floats keep their dtype; a and b of one call have the
-   same one.  Each is differentiable any number of times. */
+   same one.  Dimensions count from 0; a double that is given is finite.  Each is differentiable any number of times. */
 /* Shapes broadcast as numpy's do: aligned at the last dimension, an extent of 1 repeats. */
 MOE_API moe_value moe_tape_add(moe_tape *tape, moe_value a, moe_value b);
 MOE_API moe_value moe_tape_sub(moe_tape *tape, moe_value a, moe_value b);
@@ -177,9 +178,11 @@ MOE_API moe_value moe_tape_moe_param(moe_tape *tape, moe_value y, int64_t index)
    does is recorded, and moe_tape_set_recording is put back.  saved[i] is for values that backward needs besides inputs
    and outputs; null at first, and may stay so.
    backward is given the gradients of the outputs, dout[i] (null: none flows there), and sets din[i] (null at first, and
-   where none flows) to those of the inputs, in their shapes and dtypes, by the tape's operations; moe_tape_gradients is
-   one of them.  With MOE_CREATE_GRAPH they are recorded: a second derivative exists, by way of in, out and dout, not of
-   saved.  It may run more than once, and so may forward, inside a recomputed segment.
+   where none flows) to those of the inputs, in their shapes and dtypes, by the tape's operations.  With MOE_CREATE_GRAPH
+   they are recorded: a second derivative exists, by way of in, out and dout, not of saved.  A backward that differentiates
+   operations of its own calls moe_tape_set_recording(tape, 1) before them, then moe_tape_gradients, with MOE_CREATE_GRAPH
+   where set_recording returned 1 (without it the second derivative lacks that part, and nothing says so).
+   It may run more than once, and so may forward, inside a recomputed segment.
    An error that either returns, or that an operation in it meets, is the tape's status, with the function's name before
    its text; after moe_tape_reset the tape is as new.  A callback returns to its caller (no longjmp, no exception), and
    moe_tape_backward, moe_tape_reset and moe_tape_free of the same tape are refused in it (MOE_ERR_STATE). */
@@ -236,14 +239,15 @@ typedef enum moe_backward_flags {
 
 /* Gradients of `of` for every value it depends on, the parameters' written to their tensors.  seed: the gradient of
    `of`, in its shape and dtype; the null value, for one element: 1.  Each call starts from clean gradients.
-   Differentiating a gradient of a fused operation is MOE_ERR_NO_SECOND_DERIVATIVE, naming the node. */
+   Differentiating a gradient of a fused operation is MOE_ERR_NO_SECOND_DERIVATIVE, naming the node; MOE_DECOMPOSE in the
+   call that gave the gradient avoids it. */
 MOE_API MOE_CHECKED moe_status moe_tape_backward(moe_tape *tape, moe_value of, moe_value seed, int64_t flags);
 /* The gradient of v from the last moe_tape_backward; the null value where none flowed.  Of a parameter, without
    MOE_CREATE_GRAPH: its gradient tensor. */
 MOE_API moe_value moe_tape_grad(const moe_tape *tape, moe_value v);
 /* grads[i] = sum over j of the gradient of of[j], times seeds[j], with respect to wrt[i]; the null value where none
    flows.  Writes no parameter's gradient tensor.  seeds may be NULL: each `of` has one element, and 1 is meant.
-   MOE_ERR_INVALID where an `of` depends on nothing that needs a gradient.
+   MOE_ERR_INVALID where an `of` depends on nothing that needs a gradient, as gradients do not without MOE_CREATE_GRAPH.
    flags: MOE_CREATE_GRAPH, MOE_DECOMPOSE.  May be called inside custom functions (what is to be differentiated there
    must have been recorded) and segments.  grads may be `of` or wrt. */
 MOE_API MOE_CHECKED moe_status moe_tape_gradients(moe_value *grads, moe_tape *tape, const moe_value *of,
@@ -269,8 +273,8 @@ typedef struct moe_tape_health_info {
   int64_t index;  /* of the first bad element, in packed order; at most 2^32-2 */
 } moe_tape_health_info;
 MOE_INIT(moe_tape_health_info)
-/* Blocks; clears what it tells.  Any number of steps and resets may lie between two calls.  MOE_ERR_STATE for a tape whose
-   policy is off. */
+/* Blocks; clears what it tells, which includes what moe_queue_wait has failed for.  Any number of steps and resets may lie
+   between two calls.  MOE_ERR_STATE for a tape whose policy is off. */
 MOE_API MOE_CHECKED moe_status moe_tape_health(moe_tape_health_info *out, moe_tape *tape);
 
 /* Records the function under test: n inputs to one value (any float shape). */
@@ -295,7 +299,9 @@ typedef struct moe_gradcheck_result {
 MOE_INIT(moe_gradcheck_result)
 /* Central differences in f64 against the tape's gradients, on a tape of its own.  inputs: n packed F64 tensors, changed
    while it runs and put back.  MOE_ERR_CHECK where the worst error is over the threshold, with input, index and both
-   numbers; out (may be NULL) is filled then too.  MOE_ERR_UNSUPPORTED on a device without fp64. */
+   numbers; out (may be NULL) is filled then too.  MOE_ERR_UNSUPPORTED on a device without fp64.
+   Differences see values only.  They are no measure across a jump or a kink (another choice of experts), and of a layer
+   with balance or z losses only with `second`: those are part of its gradient and not of y. */
 MOE_API MOE_CHECKED moe_status moe_gradcheck(moe_gradcheck_result *out, moe_queue *queue, moe_recorded *function,
                                              void *user, const moe_tensor *inputs, int64_t n,
                                              const moe_gradcheck_desc *desc);
