@@ -37,6 +37,11 @@ static int64_t bias_only(int64_t wanted)
   return wanted && !(wanted & ~(int64_t)MOE_GRAD_DOWN_BIAS);
 }
 
+static int keeps_hidden(int64_t wanted)
+{
+  return wanted && !bias_only(wanted);
+}
+
 /* `with_h`: the hidden rows too. */
 static void lay_kept(const moe_experts *e, int64_t T, int with_h, struct moe__arena *a, struct kept *k)
 {
@@ -53,7 +58,7 @@ static void lay_forward(const moe_experts *e, int64_t T, int64_t wanted, struct 
                         struct moe__arena *scratch, struct kept *k, struct work *w)
 {
   int64_t R = T * e->K;
-  int keeps_h = wanted && !bias_only(wanted);
+  int keeps_h = keeps_hidden(wanted);
   lay_kept(e, T, keeps_h, wanted ? saved : scratch, k);
   if (!keeps_h) k->h = moe__arena_matrix(scratch, e->dtype, R, e->H);
   w->a = moe__arena_matrix(scratch, e->dtype, R, e->F);
@@ -73,10 +78,12 @@ static void lay_backward(const moe_experts *e, int64_t T, int64_t wanted, struct
 }
 
 /* ---- the sequences ------------------------------------------------------------------------------------------ */
-static moe_status walk_forward(struct moe__walk *w, const moe_experts *e, int64_t T, const moe_experts_io *io,
-                               const moe_tensor *add, const struct kept *k, const struct work *s)
+static moe_status walk_forward(struct moe__walk *w, const moe_experts *e, int64_t T, int64_t wanted,
+                               const moe_experts_io *io, const moe_tensor *add, const struct kept *k,
+                               const struct work *s)
 {
   int64_t R = T * e->K, E = e->E, gated = e->act.gated, how = e->forward_strategy;
+  int fused, keeps_h = keeps_hidden(wanted);
   moe_tensor health = w->q ? w->q->health : none;
   if (!io->ids.handle || w->mode != MOE__RUN)
     STEP(w, "select", select, MOE_AUTO, .dtype = e->real, .ids = k->ids, .weights = k->weights, .logits = io->logits,
@@ -90,12 +97,17 @@ static moe_status walk_forward(struct moe__walk *w, const moe_experts *e, int64_
   STEP(w, "plan", plan, MOE_AUTO, .dtype = e->real, .offs = k->offs, .row2slot = k->row2slot,
        .slot2row = moe__flatten(k->slot2row), .ids = k->ids, .weights = k->weights, .health = health,
        .scratch = s->plan, .T = T, .K = e->K, .E = E);
-  STEP(w, "forward up", ggemm_rows, how, .dtype = e->dtype, .c = k->h, .a = io->x,
-       .b = { gated ? io->gate : io->up, gated ? io->up : none },
-       .bias = { gated ? io->gate_bias : io->up_bias, gated ? io->up_bias : none }, .offs = k->offs, .map = k->row2slot,
-       .R = R, .E = E, .N = e->H, .K = e->D, .split = gated ? MOE__SPLIT_N : MOE__SPLIT_NONE, .div = e->K);
-  STEP(w, "forward activation", act_fwd, MOE_AUTO, .dtype = e->dtype, .a = s->a, .h = k->h, .offs = k->offs, .R = R,
-       .F = e->F, .E = E, .act = e->act);
+#define UP                                                                                                             \
+  .dtype = e->dtype, .a = io->x, .b = { gated ? io->gate : io->up, gated ? io->up : none },                            \
+  .bias = { gated ? io->gate_bias : io->up_bias, gated ? io->up_bias : none }, .offs = k->offs, .map = k->row2slot,    \
+  .R = R, .E = E, .N = e->H, .K = e->D, .split = gated ? MOE__SPLIT_N : MOE__SPLIT_NONE, .div = e->K
+  STEP_IF(w, fused, "forward up and activation", ggemm_rows, how, UP, .c = keeps_h ? k->h : none,
+          .epilogue = MOE__ACT, .act = e->act, .y = s->a);
+  if (!fused) {
+    STEP(w, "forward up", ggemm_rows, how, UP, .c = k->h);
+    STEP(w, "forward activation", act_fwd, MOE_AUTO, .dtype = e->dtype, .a = s->a, .h = k->h, .offs = k->offs, .R = R,
+         .F = e->F, .E = E, .act = e->act);
+  }
   STEP(w, "forward down", ggemm_rows, how, .dtype = e->dtype, .c = s->rows, .a = s->a, .b = { io->down },
        .bias = { io->down_bias }, .offs = k->offs, .R = R, .E = E, .N = e->D, .K = e->F, .div = 1);
   STEP(w, "forward combine", combine, MOE_AUTO, .dtype = e->dtype, .y = io->y, .rows = s->rows, .weights = k->weights,
@@ -109,15 +121,13 @@ static moe_status walk_backward(struct moe__walk *w, const moe_experts *e, int64
 {
   int64_t R = T * e->K, E = e->E, D = e->D, F = e->F, gated = e->act.gated, how = e->backward_strategy;
   int64_t both = MOE_GRAD_GATE | MOE_GRAD_UP, bias_both = MOE_GRAD_GATE_BIAS | MOE_GRAD_UP_BIAS;
+  int fused = 0;
   if (wanted & MOE_GRAD_DOWN_BIAS)
     STEP(w, "backward down bias", ggemm_colsum, how, .dtype = e->dtype, .c = { g->ddown_bias }, .p = g->dy,
          .weights = moe__flatten(k->weights), .offs = k->offs, .map = k->row2slot, .R = R, .E = E, .N = D, .div = e->K,
          .accumulate = g->accumulate);
   if (bias_only(wanted)) return MOE_OK;
 
-  STEP(w, "backward through down", ggemm_rows, how, .dtype = e->dtype, .c = s->da, .a = g->dy,
-       .b = { moe__swapped(io->down, 1, 2) }, .offs = k->offs, .map = k->row2slot, .R = R, .E = E, .N = F, .K = D,
-       .div = e->K);
   if (wanted & MOE_GRAD_LOGITS) {
     if (e->down_bias)
       STEP(w, "backward weights of down bias", row_dot, MOE_AUTO, .dtype = e->dtype, .y = moe__flatten(s->dweights),
@@ -127,10 +137,20 @@ static moe_status walk_backward(struct moe__walk *w, const moe_experts *e, int64
           w->q->be, (moe_span){ s->dweights.handle, s->dweights.offset, (uint64_t)R * moe_dtype_size(e->real) }, 0,
           (uint64_t)R * moe_dtype_size(e->real)));
   }
-  STEP(w, "backward activation", act_bwd, MOE_AUTO, .dtype = e->dtype, .dh = s->dh, .aw = s->aw,
-       .dweights = moe__flatten(s->dweights), .da = s->da, .h = k->h, .weights = moe__flatten(k->weights),
-       .row2slot = k->row2slot, .offs = k->offs, .R = R, .F = F, .E = E, .plane = e->plane, .accumulate = 1,
-       .act = e->act);
+#define THROUGH_DOWN                                                                                                   \
+  .dtype = e->dtype, .c = s->da, .a = g->dy, .b = { moe__swapped(io->down, 1, 2) }, .offs = k->offs,                   \
+  .map = k->row2slot, .R = R, .E = E, .N = F, .K = D, .div = e->K
+#define THROUGH_ACTIVATION                                                                                             \
+  .dh = s->dh, .aw = s->aw, .dweights = moe__flatten(s->dweights), .h = k->h, .weights = moe__flatten(k->weights),     \
+  .accumulate = 1, .act = e->act
+  if (e->plane || !(wanted & MOE_GRAD_LOGITS))
+    STEP_IF(w, fused, "backward through down and activation", ggemm_rows, how, THROUGH_DOWN, THROUGH_ACTIVATION,
+            .epilogue = MOE__ACT_GRAD);
+  if (!fused) {
+    STEP(w, "backward through down", ggemm_rows, how, THROUGH_DOWN);
+    STEP(w, "backward activation", act_bwd, MOE_AUTO, THROUGH_ACTIVATION, .dtype = e->dtype, .da = s->da,
+         .row2slot = k->row2slot, .offs = k->offs, .R = R, .F = F, .E = E, .plane = e->plane);
+  }
   if (wanted & MOE_GRAD_LOGITS)
     STEP(w, "backward weights", weights_bwd, MOE_AUTO, .dtype = e->real, .dlogits = g->dlogits, .dweights = s->dweights,
          .logits = state->logits, .ids = k->ids, .T = T, .E = E, .K = e->K, .weigh = e->weigh);
@@ -195,7 +215,7 @@ static moe_status walk_unrun(const moe_experts *e, struct moe__walk *w, int64_t 
   g.ddown_bias = moe__matrix(at, 0, e->grad_dtype, e->E, e->D);
   state.x = io.x;
   state.logits = io.logits;
-  MOE__TRY(walk_forward(w, e, T, &io, NULL, &k, &s));
+  MOE__TRY(walk_forward(w, e, T, e->wanted, &io, NULL, &k, &s));
   return e->wanted ? walk_backward(w, e, T, e->wanted, &state, &io, &g, NULL, &k, &s) : MOE_OK;
 }
 
@@ -440,9 +460,9 @@ moe_status moe__experts_forward(moe_experts *e, moe_queue *q, const moe_experts_
   own.saved = io.saved;
   if (state) MOE__TRY(moe__struct_out(state, &own, 8, fn, "state")); /* refuse a bad struct before anything runs */
   struct moe__walk w = { .mode = MOE__CHECK, .ctx = e->ctx, .q = q };
-  if (e->forward_strategy == MOE_TENSOR) MOE__TRY(walk_forward(&w, e, T, &io, add, &k, &s));
+  if (e->forward_strategy == MOE_TENSOR) MOE__TRY(walk_forward(&w, e, T, wanted, &io, add, &k, &s));
   w.mode = MOE__RUN;
-  MOE__TRY(walk_forward(&w, e, T, &io, add, &k, &s));
+  MOE__TRY(walk_forward(&w, e, T, wanted, &io, add, &k, &s));
   MOE__TRY(e->ctx->be->flush(q->be));
   return state ? moe__struct_out(state, &own, sizeof own, fn, "state") : MOE_OK;
 }

@@ -37,4 +37,15 @@ void *moe__placeholder(void);
     }                                                                                                                  \
   } while (0)
 
+/* A step that stands for the ones behind it where an implementation serves it, which `served` says.  Those are
+   prepared as well: what they are given when they run decides. */
+#define STEP_IF(w, served, label, op, strategy, ...)                                                                   \
+  do {                                                                                                                 \
+    const struct moe__args_##op whole_ = { __VA_ARGS__ };                                                              \
+    served = moe__pick_##op((w)->ctx, &whole_, strategy, NULL) != NULL;                                                \
+    if (served && (w)->mode == MOE__PREPARE) MOE__TRY(moe__prepare_##op((w)->ctx, &whole_, strategy));                 \
+    else if (served) STEP(w, label, op, strategy, __VA_ARGS__);                                                        \
+    served &= (w)->mode != MOE__PREPARE;                                                                               \
+  } while (0)
+
 #endif

@@ -8,7 +8,7 @@ static moe_status can_ggemm_rows(const struct moe__dev_info *info, const struct 
   if (moe__cl_on_cpu(info, why)) return MOE_ERR_UNSUPPORTED;
   if (args->split && !moe__cl_same_strides(&args->b[0], &args->b[1]))
     return moe__cannot(why, "wants b[0] and b[1] with the same strides");
-  return MOE_OK;
+  return moe__can_plain(args, why);
 }
 
 static moe_status run_ggemm_rows(moe_queue *q, const struct moe__args_ggemm_rows *args)

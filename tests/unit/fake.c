@@ -234,6 +234,11 @@ static moe_status fake_launch(struct moe__queue_be *q, const struct moe__kernel 
   return MOE_OK;
 }
 
+static int has_epilogue(enum fake_op op, const void *args)
+{
+  return op == FAKE_ggemm_rows && ((const struct moe__args_ggemm_rows *)args)->epilogue != MOE__PLAIN;
+}
+
 /* An implementation of each op that counts and keeps its arguments. */
 #define OP(name, family)                                                                                               \
   static moe_status run_##name(moe_queue *q, const struct moe__args_##name *args)                                      \
@@ -249,6 +254,7 @@ static moe_status fake_launch(struct moe__queue_be *q, const struct moe__kernel 
                                struct moe__why *why)                                                                   \
   {                                                                                                                    \
     (void)info;                                                                                                        \
+    if (!fake.fuse && has_epilogue(FAKE_##name, args)) return moe__cannot(why, "has no epilogues");                    \
     return fake.refuse ? moe__cannot(why, "was told to refuse %s", moe_dtype_name(args->dtype)) : MOE_OK;              \
   }                                                                                                                    \
   static const struct moe__impl_##name list_##name[] = { { #name ":fake", "", MOE__TENSOR, can_##name, run_##name },   \
@@ -282,7 +288,7 @@ void fake_clear(void)
 void fake_reset(void)
 {
   fake_clear();
-  fake.own_ops = fake.refuse = fake.no_fp64 = 0;
+  fake.own_ops = fake.refuse = fake.fuse = fake.no_fp64 = 0;
   fake.desc = moe_context_desc_init();
 }
 

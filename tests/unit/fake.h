@@ -29,6 +29,7 @@ extern struct fake {
   int no_fp64;
   moe_context_desc desc; /* of the context: hooks */
   int refuse;            /* 1: those implementations cannot */
+  int fuse;              /* 1: those of products have epilogues */
   /* Counters; fake_clear zeroes them. */
   _Atomic long calls;    /* that can fail, all kinds */
   _Atomic long launches; /* of kernels, or of own ops */

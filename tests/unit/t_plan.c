@@ -550,6 +550,62 @@ static void what_cannot_serve_is_passed_over_or_refused(void **state)
   moe_queue_free(q);
 }
 
+/* Where the products have epilogues they take the activations, and nothing else changes; a serial sum of <da, a>
+   they do not have. */
+static void products_take_their_activations_where_they_can(void **state)
+{
+  (void)state;
+  fake.own_ops = 1;
+  moe_queue *q = open_queue();
+  for (int64_t reduction = MOE_SERIAL; reduction <= MOE_PLANE; reduction++) {
+    struct small s;
+    moe_experts *experts;
+    moe_experts_bytes separate = moe_experts_bytes_init(), fused = moe_experts_bytes_init();
+    char text[4096];
+    const int serial = reduction == MOE_SERIAL;
+    small_options(&s, MOE_BF16);
+    OK(small_memory(&s, q->ctx, q));
+    s.experts_desc.reduction = reduction;
+    fake.fuse = 0;
+    OK(moe_experts_create(&experts, q->ctx, &s.experts_desc));
+    OK(moe_experts_measure(&separate, experts, 6, moe__experts_all(experts)));
+    moe_experts_free(experts);
+    fake.fuse = 1;
+    OK(moe_experts_create(&experts, q->ctx, &s.experts_desc));
+    OK(moe_experts_measure(&fused, experts, 6, moe__experts_all(experts)));
+    assert_int_equal(fused.saved, separate.saved);
+    assert_int_equal(fused.scratch, separate.scratch);
+    OK(moe_experts_explain(experts, 6, text, sizeof text, NULL));
+    assert_non_null(strstr(text, "forward up and activation: ggemm_rows:fake\nforward down: "));
+    assert_int_equal(strstr(text, "backward through down and activation: ggemm_rows:fake\n") == NULL, serial);
+    assert_int_equal(strstr(text, "backward activation: act_bwd:fake\n") != NULL, serial);
+
+    fake_clear();
+    OK(moe_experts_inference(experts, q, &s.io));
+    assert_int_equal(fake.ops[FAKE_ggemm_rows], 2);
+    assert_int_equal(fake.ops[FAKE_act_fwd], 0);
+    fake_clear();
+    OK(moe_experts_forward(experts, q, &s.io, &s.state));
+    assert_int_equal(fake.ops[FAKE_ggemm_rows], 2);
+    assert_int_equal(fake.ops[FAKE_act_fwd], 0);
+    assert_int_equal(sum_of_ops(), 6);
+    fake_clear();
+    OK(moe_experts_backward(experts, q, &s.state, &s.io, &s.grads));
+    assert_int_equal(fake.ops[FAKE_ggemm_rows], 2);
+    assert_int_equal(fake.ops[FAKE_act_bwd], serial);
+    fake_clear(); /* without the sum nothing is serial */
+    OK(moe_experts_backward_selected(experts, q, &s.state, &s.io, &s.grads, MOE_GRAD_DOWN));
+    assert_int_equal(fake.ops[FAKE_ggemm_rows], 1);
+    assert_int_equal(fake.ops[FAKE_act_bwd], 0);
+    assert_int_equal(fake.last.ggemm_rows.epilogue, MOE__ACT_GRAD);
+    assert_null(fake.last.ggemm_rows.dweights.handle);
+    assert_non_null(fake.last.ggemm_rows.aw.handle);
+    moe_experts_free(experts);
+    small_free(&s);
+  }
+  moe_queue_free(q);
+}
+
 static void explain_names_every_step(void **state)
 {
   static const char *const branch[] = { "select: select:fake\n",
@@ -762,6 +818,7 @@ int main(void)
     TEST(experimental_kernels_are_for_builds_that_ask),
     TEST(strategies_choose_their_implementations),
     TEST(what_cannot_serve_is_passed_over_or_refused),
+    TEST(products_take_their_activations_where_they_can),
     TEST(explain_names_every_step),
     TEST(no_double_precision_is_a_clear_refusal),
     TEST(children_keep_their_parents),

@@ -1,6 +1,13 @@
 /* ggemm.c - launchers of the portable products and sums over ragged experts. */
 #include "core/kernels/kernels.h"
 
+static moe_status can_ggemm_rows(const struct moe__dev_info *info, const struct moe__args_ggemm_rows *a,
+                                 struct moe__why *why)
+{
+  (void)info;
+  return moe__can_plain(a, why);
+}
+
 static moe_status run_ggemm_rows(moe_queue *q, const struct moe__args_ggemm_rows *a)
 {
   return moe__gemm(q, a, 0, 0, 1.0, 0);
@@ -35,6 +42,7 @@ static moe_status run_ggemm_colsum(moe_queue *q, const struct moe__args_ggemm_co
                 I_(a->accumulate));
 }
 
-MOE__PORTABLE_IMPL(ggemm_rows, "gemm")
+const struct moe__impl_ggemm_rows moe__portable_ggemm_rows = { "ggemm_rows:portable", "gemm", MOE__PORTABLE | MOE__TOTAL,
+                                                               can_ggemm_rows, run_ggemm_rows };
 MOE__PORTABLE_IMPL(ggemm_wgrad, "gemm")
 MOE__PORTABLE_IMPL(ggemm_colsum, "ggemm")

@@ -91,6 +91,12 @@ static inline int moe__tile(const moe_queue *q, int64_t dtype, int64_t rows, int
 moe_status moe__gemm(moe_queue *q, const struct moe__args_ggemm_rows *args, int64_t a_expert, int64_t c_expert,
                      double alpha, int64_t accumulate);
 
+/* For products without epilogues. */
+static inline moe_status moe__can_plain(const struct moe__args_ggemm_rows *args, struct moe__why *why)
+{
+  return args->epilogue == MOE__PLAIN ? MOE_OK : moe__cannot(why, "has no epilogues");
+}
+
 /* Every portable implementation can serve what the check lets through. */
 #define MOE__PORTABLE_IMPL(op, family)                                                                                 \
   static moe_status can_##op(const struct moe__dev_info *info, const struct moe__args_##op *args,                      \
