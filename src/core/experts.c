@@ -101,8 +101,8 @@ static moe_status walk_forward(struct moe__walk *w, const moe_experts *e, int64_
   .dtype = e->dtype, .a = io->x, .b = { gated ? io->gate : io->up, gated ? io->up : none },                            \
   .bias = { gated ? io->gate_bias : io->up_bias, gated ? io->up_bias : none }, .offs = k->offs, .map = k->row2slot,    \
   .R = R, .E = E, .N = e->H, .K = e->D, .split = gated ? MOE__SPLIT_N : MOE__SPLIT_NONE, .div = e->K
-  STEP_IF(w, fused, "forward up and activation", ggemm_rows, how, UP, .c = keeps_h ? k->h : none,
-          .epilogue = MOE__ACT, .act = e->act, .y = s->a);
+  STEP_IF(w, fused, "forward up and activation", ggemm_rows, how, UP, .c = keeps_h ? k->h : none, .epilogue = MOE__ACT,
+          .act = e->act, .y = s->a);
   if (!fused) {
     STEP(w, "forward up", ggemm_rows, how, UP, .c = k->h);
     STEP(w, "forward activation", act_fwd, MOE_AUTO, .dtype = e->dtype, .a = s->a, .h = k->h, .offs = k->offs, .R = R,

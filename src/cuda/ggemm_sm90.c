@@ -5,6 +5,7 @@
 #include "cuda/impls.h"
 
 #include <cudaTypedefs.h>
+#include <math.h>
 #include <stdatomic.h>
 
 enum { SIDE = 128 };
@@ -127,6 +128,17 @@ static int64_t column_tiles(const struct moe__args_ggemm_rows *a)
   return a->split == MOE__SPLIT_N ? moe__ceil_div(a->N / 2, SIDE) : moe__ceil_div(a->N, 2 * SIDE);
 }
 
+static moe_status can_epilogue(const struct moe__args_ggemm_rows *a, struct moe__why *why)
+{
+  if (a->epilogue == MOE__PLAIN) return MOE_OK;
+  if (!a->map.handle) return moe__cannot(why, "has epilogues with a map only");
+  if (a->epilogue == MOE__ACT) return can_tensor("y", &a->y, 1, why);
+  if (a->bias[0].handle) return moe__cannot(why, "has no bias with the gradient of an activation");
+  MOE__TRY(can_tensor("h", &a->h, 1, why));
+  MOE__TRY(can_tensor("dh", &a->dh, 1, why));
+  return a->aw.handle ? can_tensor("aw", &a->aw, 1, why) : MOE_OK;
+}
+
 static moe_status can_rows(const struct moe__dev_info *info, const struct moe__args_ggemm_rows *a, struct moe__why *why)
 {
   const int fast = n_first(a) ? 1 : 2;
@@ -136,7 +148,8 @@ static moe_status can_rows(const struct moe__dev_info *info, const struct moe__a
   MOE__TRY(can_tensor("a", &a->a, 1, why));
   MOE__TRY(can_tensor("b[0]", &a->b[0], fast, why));
   if (a->split) MOE__TRY(can_tensor("b[1]", &a->b[1], fast, why));
-  MOE__TRY(can_tensor("c", &a->c, 1, why));
+  if (a->c.handle) MOE__TRY(can_tensor("c", &a->c, 1, why));
+  MOE__TRY(can_epilogue(a, why));
   MOE__TRY(can_bias(&a->bias[0], why));
   if (a->split == MOE__SPLIT_N) MOE__TRY(can_bias(&a->bias[1], why));
   if ((a->R / SIDE + a->E) * column_tiles(a) > INT32_MAX)
@@ -145,15 +158,62 @@ static moe_status can_rows(const struct moe__dev_info *info, const struct moe__a
   return MOE_OK;
 }
 
+static moe_status describe_epilogue(struct moe__sm90_rows *p, const struct moe__args_ggemm_rows *a)
+{
+  const struct moe__act *act = &a->act;
+  if (a->epilogue == MOE__PLAIN) return MOE_OK;
+  p->act.kind = (int32_t)act->kind;
+  p->act.gated = act->gated != 0;
+  p->act.alpha = act->alpha == 0 ? 1.0f : (float)act->alpha;
+  p->act.limit = act->limit == 0 ? HUGE_VALF : (float)act->limit;
+  p->act.up_offset = (float)act->up_offset;
+  if (a->epilogue == MOE__ACT) {
+    p->active = first(&a->y);
+    p->active_stride = 2 * a->y.stride[0];
+    return MOE_OK;
+  }
+  for (int i = 0; i < 1 + p->act.gated; i++) MOE__TRY(describe_rows(&p->h[i], &a->h, i * p->N, a->R, p->N, SIDE));
+  p->dh = first(&a->dh);
+  p->dh_stride = 2 * a->dh.stride[0];
+  if (a->aw.handle) p->aw = first(&a->aw);
+  p->aw_stride = 2 * a->aw.stride[0];
+  if (a->weights.handle) p->weights = (const float *)(void *)first(&a->weights);
+  if (a->dweights.handle) p->parts = first(&a->c); /* 4 bytes for 512 of its rows */
+  p->parts_stride = 2 * a->c.stride[0];
+  return MOE_OK;
+}
+
+/* dweights from what the column tiles gave. */
+static moe_status start_sums(moe_queue *q, const struct moe__sm90_rows *rows, const struct moe__args_ggemm_rows *a)
+{
+  static const struct moe__kernel name = { "sm90_rows", "sums" };
+  const struct moe__sm90_kernel *k = &moe__sm90_sums_kernel;
+  const struct moe__cuda_object object = { name.program, k->function, k->threads, k->shared };
+  const struct moe__sm90_sums p = { .parts = rows->parts,
+                                    .stride = rows->parts_stride,
+                                    .offs = rows->offs,
+                                    .map = rows->map,
+                                    .sums = (float *)(void *)first(&a->dweights),
+                                    .E = rows->E,
+                                    .n = (int32_t)column_tiles(a),
+                                    .accumulate = a->accumulate != 0 };
+  return moe__cuda_start(q->be, &name, &object, moe__ceil_div(a->R, k->threads), &p);
+}
+
 static moe_status start_rows(moe_queue *q, const struct moe__args_ggemm_rows *a)
 {
   static const struct moe__kernel name = { "sm90_rows", "rows" };
   const int sn = a->split == MOE__SPLIT_N, sk = a->split == MOE__SPLIT_K, by_n = n_first(a);
-  const struct moe__sm90_kernel *k = &moe__sm90_rows_kernels[a->dtype == MOE_F16][a->map.handle != NULL][by_n];
+  const int f16 = a->dtype == MOE_F16;
+  const struct moe__sm90_kernel *k = a->epilogue == MOE__ACT ? &moe__sm90_act_kernels[f16][by_n]
+                                     : a->epilogue == MOE__ACT_GRAD
+                                         ? &moe__sm90_act_grad_kernels[f16][by_n]
+                                         : &moe__sm90_rows_kernels[f16][a->map.handle != NULL][by_n];
   const struct moe__cuda_object object = { name.program, k->function, k->threads, k->shared };
   const struct moe__divisor div = moe__divide(a->map.handle ? a->div : 1);
   const int64_t tiles = (a->R / SIDE + (a->E < a->R ? a->E : a->R)) * column_tiles(a);
   const int64_t fill = q->ctx->info->pub.compute_units;
+  const int stored = a->c.handle && a->epilogue != MOE__ACT_GRAD;
   struct moe__sm90_rows p;
   memset(&p, 0, sizeof p);
   p.N = (int32_t)(sn ? a->N / 2 : a->N);
@@ -161,7 +221,7 @@ static moe_status start_rows(moe_queue *q, const struct moe__args_ggemm_rows *a)
   for (int i = 0; i < 2; i++) {
     MOE__TRY(describe_rows(&p.a[i], &a->a, sk ? i * p.K : 0, a->map.handle ? a->a.shape[0] : a->R, p.K, SIDE));
     MOE__TRY(describe_stack(&p.b[i], &a->b[a->split ? i : 0], by_n ? 1 : 2, by_n ? 64 : SIDE));
-    MOE__TRY(describe_rows(&p.c[i], &a->c, sn ? i * p.N : 0, a->R, p.N, 64));
+    if (stored) MOE__TRY(describe_rows(&p.c[i], &a->c, sn ? i * p.N : 0, a->R, p.N, 64));
     if (a->bias[sn ? i : 0].handle) {
       p.bias[i] = first(&a->bias[sn ? i : 0]);
       p.bias_stride[i] = 2 * a->bias[sn ? i : 0].stride[0];
@@ -171,13 +231,15 @@ static moe_status start_rows(moe_queue *q, const struct moe__args_ggemm_rows *a)
   if (a->map.handle) p.map = (const int32_t *)(void *)first(&a->map);
   p.x = first(&a->a);
   p.x_stride = 2 * a->a.stride[0];
-  p.y = first(&a->c);
+  if (stored) p.y = first(&a->c);
   p.y_stride = 2 * a->c.stride[0];
   p.div_mul = div.mul;
   p.div_shift = div.shift;
   p.E = (int32_t)a->E;
   p.split = (int32_t)a->split;
-  return moe__cuda_start(q->be, &name, &object, tiles < fill ? tiles : fill, &p);
+  MOE__TRY(describe_epilogue(&p, a));
+  MOE__TRY(moe__cuda_start(q->be, &name, &object, tiles < fill ? tiles : fill, &p));
+  return p.parts ? start_sums(q, &p, a) : MOE_OK;
 }
 
 /* Descriptors are encoded in the device's context. */

@@ -8,17 +8,36 @@
 enum { MOE__SM90_EXPERTS = 1024 }; /* at most */
 
 /* Arguments of rows_sm90.cu.  Every count is of one half where split. */
+struct moe__sm90_act {
+  int32_t kind, gated;
+  float alpha, limit, up_offset; /* limit: infinite for none */
+};
 struct moe__sm90_rows {
   CUtensorMap a[2], b[2], c[2]; /* a by half of K, b by half of either, c by half of N */
+  CUtensorMap h[2];             /* of the gradient's epilogue: gate (or all) and up */
   const int32_t *offs, *map;
   const unsigned char *x; /* a where map is given */
   int64_t x_stride;       /* bytes */
-  unsigned char *y;       /* c */
+  unsigned char *y;       /* c; NULL: not stored */
   int64_t y_stride;
   const unsigned char *bias[2];
   int64_t bias_stride[2];
   int64_t div_mul;
   int32_t div_shift, E, N, K, split;
+  /* Of the epilogues; rows so many bytes apart. */
+  struct moe__sm90_act act;
+  unsigned char *active, *dh, *aw, *parts; /* active: y of the op; parts: FP32, by column tile; opt but the first two */
+  int64_t active_stride, dh_stride, aw_stride, parts_stride;
+  const float *weights; /* by slot; NULL: 1 */
+};
+
+/* Arguments of `sums`: sums[map(r)] (+)= the sum of n parts of row r. */
+struct moe__sm90_sums {
+  const unsigned char *parts;
+  int64_t stride; /* bytes */
+  const int32_t *offs, *map;
+  float *sums;
+  int32_t E, n, accumulate;
 };
 
 /* Arguments of wgrad_sm90.cu.  M and N are of one half where split. */
@@ -50,6 +69,9 @@ extern "C" {
 #endif
 /* [f16][gathered][B by N]. */
 extern const struct moe__sm90_kernel moe__sm90_rows_kernels[2][2][2];
+/* With an activation, its gradient: [f16][B by N]; a is gathered. */
+extern const struct moe__sm90_kernel moe__sm90_act_kernels[2][2], moe__sm90_act_grad_kernels[2][2];
+extern const struct moe__sm90_kernel moe__sm90_sums_kernel;
 /* [f16][c in FP32]. */
 extern const struct moe__sm90_kernel moe__sm90_wgrad_kernels[2][2];
 #ifdef __cplusplus

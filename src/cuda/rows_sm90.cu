@@ -10,7 +10,13 @@
    With SPLIT_N a tile is 128 columns of each half, so gate and up of an element are sums of one thread.
    Bytes moved: each tile reads (128 + 256) * K elements, mostly from the L2 cache: tiles that run at the same time are
    up to 8 row tiles by as many column tiles as fill the device.  Rows past the expert's end are read where a is not
-   gathered, and never written; a tile of at most 64 rows costs half of the multiplications. */
+   gathered, and never written; a tile of at most 64 rows costs half of the multiplications.
+
+   Epilogues (enum moe__epilogue): with ACT the elements of c, in the blocks from which TMA stores them, are read again
+   for their activation.  With ACT_GRAD the sums pass through the same blocks in FP32, 64 columns at a time; h comes
+   through the ring of stages, behind the tile's operands.  There threads hold 8 neighbours of a row, and write 16 bytes
+   each: 128 in a row. */
+#include "cuda/act.cuh"
 #include "cuda/ggemm_sm90.h"
 #include "cuda/ptx.cuh"
 
@@ -32,8 +38,12 @@ enum {
   PLACE_AT = EMPTY_AT + 8 * STAGES,
   SHARED = PLACE_AT + 16 * STAGES,
   THREADS = 384,
-  SPLIT_N = 1, /* enum moe__split */
-  SPLIT_K = 2
+  PASSES = TILE_N / 64, /* of 64 columns, and stages of h */
+  SPLIT_N = 1,          /* enum moe__split */
+  SPLIT_K = 2,
+  PLAIN = 0, /* enum moe__epilogue */
+  ACT = 1,
+  ACT_GRAD = 2
 };
 
 /* Position in the ring of stages. */
@@ -124,12 +134,27 @@ PTX void load_b(const moe__sm90_rows &p, uint32_t to, uint32_t full, const place
   }
 }
 
+/* Announces and begins the copies of h's columns of one pass, gate and then up. */
+PTX void load_h(const moe__sm90_rows &p, uint32_t to, uint32_t full, const place &t, int pass)
+{
+  const int n = t.column * TILE_N + 64 * pass;
+  if (n >= p.N) {
+    barrier_arrive(full);
+    return;
+  }
+  barrier_arrive_expect(full, p.act.gated ? 2 * A_BYTES : A_BYTES);
+  tma_load_2d(to, &p.h[0], full, n, t.row);
+  if (p.act.gated) tma_load_2d(to + A_BYTES, &p.h[1], full, n, t.row);
+}
+
 /* Warp 0 alone, or the first four warps where a is gathered. */
-template <bool gathered, bool n_first> PTX void copy_operands(const moe__sm90_rows &p, unsigned char *shared)
+template <bool gathered, bool n_first, int epilogue>
+PTX void copy_operands(const moe__sm90_rows &p, unsigned char *shared)
 {
   const int thread = threadIdx.x, lane = thread % 32, unit = thread % 8;
   const uint32_t base = shared_address(shared);
   const int halves = p.split == SPLIT_K ? 2 : 1, steps = (p.K + STEP - 1) / STEP;
+  const int behind = epilogue == ACT_GRAD ? PASSES : 0;
   const schedule tiles(p, lane);
   const unsigned char *from[8]; /* rows thread/8 + 16*i of the tile */
   ring r = { 0, 1 };
@@ -144,13 +169,14 @@ template <bool gathered, bool n_first> PTX void copy_operands(const moe__sm90_ro
         if (row < t.rows)
           from[i] = p.x + ((uint64_t)__ldg(p.map + t.row + row) * p.div_mul >> p.div_shift) * p.x_stride + unit * 16;
       }
-    for (int s = 0; s < (t.e < 0 ? 1 : halves * steps); s++) {
+    for (int s = 0; s < (t.e < 0 ? 1 : halves * steps + behind); s++) {
       const uint32_t full = base + FULL_AT + 8 * r.stage, to = base + r.stage * STAGE_BYTES;
       const int half = s >= steps, k = (s - half * steps) * STEP;
       if (gathered || lane == 0) barrier_wait(base + EMPTY_AT + 8 * r.stage, r.parity);
       if (thread == 0) {
         if (s == 0) *(place *)(shared + PLACE_AT + 16 * r.stage) = t;
         if (t.e < 0) barrier_arrive(full);
+        else if (behind && s >= halves * steps) load_h(p, to, full, t, s - halves * steps);
         else {
           barrier_arrive_expect(full, gathered ? STAGE_BYTES - A_BYTES : STAGE_BYTES);
           load_b<n_first>(p, to + A_BYTES, full, t, half, k);
@@ -158,7 +184,7 @@ template <bool gathered, bool n_first> PTX void copy_operands(const moe__sm90_ro
         }
       }
       if (gathered) {
-        if (t.e >= 0) {
+        if (t.e >= 0 && !(behind && s >= halves * steps)) {
           const bool there = k + unit * 8 < p.K;
           const int64_t at = ((int64_t)half * p.K + k) * 2;
 #pragma unroll
@@ -174,56 +200,217 @@ template <bool gathered, bool n_first> PTX void copy_operands(const moe__sm90_ro
   }
 }
 
+/* Where 16-byte unit u of a row lies in a block. */
+PTX uint32_t unit_at(uint32_t block, int row, int unit)
+{
+  return block + row * 128 + ((unit ^ (row & 7)) << 4);
+}
+
+/* A warpgroup's sums of columns n.. (those of `pass`) with their bias, as elements, to a block. */
+template <bool half>
+PTX void put_elements(const moe__sm90_rows &p, const float (&d)[128], int pass, int e, int part, int n, uint32_t block)
+{
+  const int thread = threadIdx.x % 128, lane = thread % 32;
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) {
+    uint32_t m[4];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const float *v = d + 32 * pass + 4 * (j + i);
+      const int column = n + 8 * (j + i) + 2 * (lane % 4);
+      float2 b = make_float2(0, 0);
+      if (p.bias[part] && column < p.N)
+        b = unpack<half>(__ldg((const uint32_t *)(p.bias[part] + e * p.bias_stride[part] + column * 2)));
+      m[2 * i] = pack<half>(v[0] + b.x, v[1] + b.y);
+      m[2 * i + 1] = pack<half>(v[2] + b.x, v[3] + b.y);
+    }
+    store_matrices(unit_at(block, thread / 32 * 16 + lane % 16, j + lane / 16), m[0], m[1], m[2], m[3]);
+  }
+}
+
+/* The same columns from the block to c: by TMA, which one thread commits, or up to `rows` rows by all. */
+PTX void store_block(const moe__sm90_rows &p, int part, int n, int row, int rows, uint32_t block)
+{
+  const int thread = threadIdx.x % 128, unit = thread % 8;
+  if (thread == 0) {
+    if (rows >= 64) tma_store_2d(&p.c[part], block, n, row);
+    tma_store_commit();
+  }
+  if (rows < 64)
+    for (int at = thread / 8; at < rows; at += 16)
+      if (n + 8 * unit < p.N)
+        *(uint4 *)(p.y + (row + at) * p.y_stride + ((int64_t)part * p.N + n + 8 * unit) * 2) =
+            load_shared_16(unit_at(block, at, unit));
+}
+
 /* Rows 64*group.. of a tile from the sums of its warpgroup, 64 columns at a time through the two blocks that it has
    at `blocks`, `turn` and then the other. */
 template <bool half>
 PTX void store_tile(const moe__sm90_rows &p, float (&d)[128], const place &t, uint32_t blocks, int group, int &turn)
 {
-  const int thread = threadIdx.x % 128, lane = thread % 32, rows = t.rows - 64 * group;
-  const int row = t.row + 64 * group;
 #pragma unroll
-  for (int pass = 0; pass < 4; pass++) {
+  for (int pass = 0; pass < PASSES; pass++) {
     const int part = p.split == SPLIT_N ? pass / 2 : 0;
     const int n = p.split == SPLIT_N ? t.column * (TILE_N / 2) + pass % 2 * 64 : t.column * TILE_N + pass * 64;
     const uint32_t block = blocks + turn * BLOCK_BYTES;
     if (n >= p.N) continue;
     turn ^= 1;
-    if (thread == 0) tma_store_wait_read<1>(); /* the store before last, of this block, has read it */
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<1>(); /* the store before last, of this block, has read it */
     named_barrier(1 + group, 128);
+    put_elements<half>(p, d, pass, t.e, part, n, block);
+    fence_async();
+    named_barrier(1 + group, 128);
+    store_block(p, part, n, t.row + 64 * group, t.rows - 64 * group, block);
+  }
+}
+
+/* The same with the activation: a block of gate and one of up, or two of neighbouring columns, at a time. */
+template <bool half>
+PTX void store_active(const moe__sm90_rows &p, const float (&d)[128], const place &t, uint32_t blocks, int group)
+{
+  const int thread = threadIdx.x % 128, unit = thread % 8;
+  const int row = t.row + 64 * group, rows = min(64, t.rows - 64 * group), gated = p.act.gated;
 #pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      uint32_t m[4];
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float *v = d + 32 * pass + 4 * (j + i);
-        const int column = n + 8 * (j + i) + 2 * (lane % 4);
-        float2 b = make_float2(0, 0);
-        if (p.bias[part] && column < p.N)
-          b = unpack<half>(__ldg((const uint32_t *)(p.bias[part] + t.e * p.bias_stride[part] + column * 2)));
-        m[2 * i] = pack<half>(v[0] + b.x, v[1] + b.y);
-        m[2 * i + 1] = pack<half>(v[2] + b.x, v[3] + b.y);
-      }
-      const int at = thread / 32 * 16 + lane % 16;
-      store_matrices(block + at * 128 + (((j + lane / 16) ^ (at & 7)) << 4), m[0], m[1], m[2], m[3]);
+  for (int pair = 0; pair < 2; pair++) {
+    const int n = t.column * (gated ? TILE_N / 2 : TILE_N) + pair * (gated ? 64 : 128);
+    if (n >= p.N) break;
+    if (thread == 0) tma_store_wait_read<0>();
+    named_barrier(1 + group, 128); /* the stores and the threads have read the blocks */
+    if (gated) {
+      put_elements<half>(p, d, pair, t.e, 0, n, blocks);
+      put_elements<half>(p, d, pair + 2, t.e, 1, n, blocks + BLOCK_BYTES);
+    } else {
+      put_elements<half>(p, d, 2 * pair, t.e, 0, n, blocks);
+      put_elements<half>(p, d, 2 * pair + 1, t.e, 0, n + 64, blocks + BLOCK_BYTES);
     }
     fence_async();
     named_barrier(1 + group, 128);
-    if (thread == 0) {
-      if (rows >= 64) tma_store_2d(&p.c[part], block, n, row);
-      tma_store_commit();
-    }
-    if (rows < 64) {
-      const int unit = thread % 8;
-      for (int at = thread / 8; at < rows; at += 16)
-        if (n + 8 * unit < p.N)
-          *(uint4 *)(p.y + (row + at) * p.y_stride + ((int64_t)part * p.N + n + 8 * unit) * 2) =
-              load_shared_16(block + at * 128 + ((unit ^ (at & 7)) << 4));
+    if (p.y)
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        if (gated || n + 64 * i < p.N)
+          store_block(p, gated ? i : 0, gated ? n : n + 64 * i, row, rows, blocks + i * BLOCK_BYTES);
+#pragma unroll 1
+    for (int i = 0; i < (gated ? 4 : 8); i++) {
+      const int at = thread / 8 + 16 * (i % 4), column = n + i / 4 * 64 + 8 * unit;
+      float g[8], f[8], df[8];
+      if (at >= rows || column >= p.N) continue;
+      unpack_8<half>(g, load_shared_16(unit_at(blocks + i / 4 * BLOCK_BYTES, at, unit)));
+#pragma unroll
+      for (int j = 0; j < 8; j++) g[j] = g[j] > p.act.limit ? p.act.limit : g[j];
+      activate(g, p.act.kind, p.act.alpha, f, df);
+      if (gated) {
+        float u[8];
+        unpack_8<half>(u, load_shared_16(unit_at(blocks + BLOCK_BYTES, at, unit)));
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+          const float clamped = u[j] > p.act.limit ? p.act.limit : u[j] < -p.act.limit ? -p.act.limit : u[j];
+          f[j] *= clamped + p.act.up_offset;
+        }
+      }
+      *(uint4 *)(p.active + (row + at) * p.active_stride + column * 2) = pack_8<half>(f);
     }
   }
 }
 
+/* A warpgroup's sums of one pass in FP32: columns 8*u..8*u+3 are unit u of the first block, the next four unit u ^ 4 of
+   the second, so that neither these writes nor the reads of whole units meet in a bank. */
+PTX void put_sums(const float (&d)[128], int pass, uint32_t blocks)
+{
+  const int thread = threadIdx.x % 128, lane = thread % 32, second = lane % 4 / 2;
+#pragma unroll
+  for (int j = 0; j < 8; j++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int at = thread / 32 * 16 + lane / 4 + 8 * i;
+      const float *v = d + 32 * pass + 4 * j + 2 * i;
+      store_shared_8(unit_at(blocks + second * BLOCK_BYTES, at, j ^ 4 * second) + lane % 2 * 8, v[0], v[1]);
+    }
+}
+PTX void get_sums(float (&v)[8], int at, int unit, uint32_t blocks)
+{
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint4 four = load_shared_16(unit_at(blocks + i * BLOCK_BYTES, at, unit ^ 4 * i));
+    v[4 * i] = __uint_as_float(four.x);
+    v[4 * i + 1] = __uint_as_float(four.y);
+    v[4 * i + 2] = __uint_as_float(four.z);
+    v[4 * i + 3] = __uint_as_float(four.w);
+  }
+}
+
+/* dh, aw and the row's share of <da, a> from da, the sums.  8 lanes have a row's 64 columns; lane i of them keeps what
+   belongs to their row i of 4. */
+template <bool half>
+PTX void store_gradient(const moe__sm90_rows &p, const float (&d)[128], const place &t, uint32_t base, uint32_t blocks,
+                        int group, ring &r)
+{
+  const int thread = threadIdx.x % 128, lane = thread % 32, unit = thread % 8;
+  const int row = t.row + 64 * group, rows = min(64, t.rows - 64 * group), own = thread / 8 + 16 * unit;
+  const float alpha = p.act.alpha, limit = p.act.limit;
+  float weight = 1, share = 0;
+  if (p.weights && unit < 4 && own < rows) weight = p.weights[__ldg(p.map + row + own)];
+#pragma unroll 1
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int column = t.column * TILE_N + 64 * pass + 8 * unit;
+    const uint32_t gates = base + r.stage * STAGE_BYTES + group * BLOCK_BYTES;
+    named_barrier(1 + group, 128); /* the blocks have been read */
+    if (pass == 0) put_sums(d, 0, blocks);
+    else if (pass == 1) put_sums(d, 1, blocks);
+    else if (pass == 2) put_sums(d, 2, blocks);
+    else put_sums(d, 3, blocks);
+    named_barrier(1 + group, 128);
+    barrier_wait(base + FULL_AT + 8 * r.stage, r.parity);
+#pragma unroll 1
+    for (int i = 0; i < 4; i++) {
+      const int at = thread / 8 + 16 * i;
+      const float w = __shfl_sync(~0u, weight, lane / 8 * 8 + i);
+      float sum = 0;
+      if (at < rows && column < p.N) {
+        float v[8], gate[8], g[8], f[8], df[8], a[8];
+        get_sums(v, at, unit, blocks);
+        unpack_8<half>(gate, load_shared_16(unit_at(gates, at, unit)));
+#pragma unroll
+        for (int j = 0; j < 8; j++) g[j] = gate[j] > limit ? limit : gate[j];
+        activate(g, p.act.kind, alpha, f, df);
+        unsigned char *dh = p.dh + (row + at) * p.dh_stride + column * 2;
+        if (p.act.gated) {
+          float up[8], du[8];
+          unpack_8<half>(up, load_shared_16(unit_at(gates + A_BYTES, at, unit)));
+#pragma unroll
+          for (int j = 0; j < 8; j++) {
+            const float clamped = up[j] > limit ? limit : up[j] < -limit ? -limit : up[j];
+            const float u = clamped + p.act.up_offset, dv = w * v[j];
+            a[j] = f[j] * u;
+            df[j] *= dv * u;
+            du[j] = up[j] > limit || up[j] < -limit ? 0 : dv * f[j];
+          }
+          *(uint4 *)(dh + (int64_t)p.N * 2) = pack_8<half>(du);
+        } else
+#pragma unroll
+          for (int j = 0; j < 8; j++) a[j] = f[j], df[j] *= w * v[j];
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+          if (gate[j] > limit) df[j] = 0;
+          sum += v[j] * a[j];
+          a[j] *= w;
+        }
+        *(uint4 *)dh = pack_8<half>(df);
+        if (p.aw) *(uint4 *)(p.aw + (row + at) * p.aw_stride + column * 2) = pack_8<half>(a);
+      }
+#pragma unroll
+      for (int lanes = 1; lanes < 8; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+      if (unit == i) share += sum;
+    }
+    __syncwarp(); /* every lane has read the stage */
+    if (lane == 0) barrier_arrive(base + EMPTY_AT + 8 * r.stage);
+    r.next();
+  }
+  if (p.parts && unit < 4 && own < rows) ((float *)(p.parts + (row + own) * p.parts_stride))[t.column] = share;
+}
+
 /* A warpgroup: rows 64*group.. of each tile. */
-template <bool half, bool gathered, bool n_first>
+template <bool half, bool gathered, bool n_first, int epilogue>
 PTX void multiply(const moe__sm90_rows &p, unsigned char *shared, int group)
 {
   const uint32_t base = shared_address(shared), blocks = base + C_AT + 2 * group * BLOCK_BYTES;
@@ -258,9 +445,11 @@ PTX void multiply(const moe__sm90_rows &p, unsigned char *shared, int group)
       wgmma_wait<0>();
       wgmma_hold(d);
       if (lane == 0) barrier_arrive(base + EMPTY_AT + 8 * last);
-      store_tile<half>(p, d, t, blocks, group, turn);
+      if constexpr (epilogue == ACT) store_active<half>(p, d, t, blocks, group);
+      else if constexpr (epilogue == ACT_GRAD) store_gradient<half>(p, d, t, base, blocks, group, r);
+      else store_tile<half>(p, d, t, blocks, group, turn);
     } else
-      for (int s = 0; s < steps; s++) {
+      for (int s = 0; s < steps + (epilogue == ACT_GRAD ? PASSES : 0); s++) {
         barrier_wait(base + FULL_AT + 8 * r.stage, r.parity);
         __syncwarp(); /* every lane has seen the phase, which then may pass */
         if (lane == 0) barrier_arrive(base + EMPTY_AT + 8 * r.stage);
@@ -270,7 +459,7 @@ PTX void multiply(const moe__sm90_rows &p, unsigned char *shared, int group)
   if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
 }
 
-template <bool half, bool gathered, bool n_first>
+template <bool half, bool gathered, bool n_first, int epilogue>
 __global__ void __launch_bounds__(THREADS, 1) rows(const __grid_constant__ moe__sm90_rows p)
 {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -284,24 +473,41 @@ __global__ void __launch_bounds__(THREADS, 1) rows(const __grid_constant__ moe__
     for (int i = 0; i < 2; i++) {
       prefetch_map(&p.a[i]);
       prefetch_map(&p.b[i]);
-      prefetch_map(&p.c[i]);
+      if (p.y) prefetch_map(&p.c[i]);
+      if (epilogue == ACT_GRAD) prefetch_map(&p.h[i]);
     }
   }
   __syncthreads();
   if (threadIdx.x < 128) {
     registers_down<gathered ? 56 : 40>();
-    if (gathered || threadIdx.x < 32) copy_operands<gathered, n_first>(p, shared);
+    if (gathered || threadIdx.x < 32) copy_operands<gathered, n_first, epilogue>(p, shared);
   } else {
     registers_up<gathered ? 224 : 232>();
-    multiply<half, gathered, n_first>(p, shared, threadIdx.x / 128 - 1);
+    multiply<half, gathered, n_first, epilogue>(p, shared, threadIdx.x / 128 - 1);
   }
+}
+
+/* A thread for a row: what its column tiles gave, in their order. */
+__global__ void sums(const __grid_constant__ moe__sm90_sums p)
+{
+  const int r = blockIdx.x * blockDim.x + threadIdx.x;
+  if (r >= __ldg(p.offs + p.E)) return;
+  const float *parts = (const float *)(p.parts + r * p.stride);
+  float *to = p.sums + p.map[r], sum = p.accumulate ? *to : 0;
+  for (int i = 0; i < p.n; i++) sum += parts[i];
+  *to = sum;
 }
 
 } // namespace
 
-#define KERNEL(half, gathered, n_first)                                                                                \
+#define KERNEL_WITH(half, gathered, n_first, epilogue)                                                                 \
   {                                                                                                                    \
-    (const void *)rows<half, gathered, n_first>, THREADS, SHARED                                                       \
+    (const void *)rows<half, gathered, n_first, epilogue>, THREADS, SHARED                                             \
+  }
+#define KERNEL(half, gathered, n_first) KERNEL_WITH(half, gathered, n_first, PLAIN)
+#define GATHERED(half, epilogue)                                                                                       \
+  {                                                                                                                    \
+    KERNEL_WITH(half, true, false, epilogue), KERNEL_WITH(half, true, true, epilogue)                                  \
   }
 #define KERNELS(half)                                                                                                  \
   {                                                                                                                    \
@@ -311,3 +517,7 @@ __global__ void __launch_bounds__(THREADS, 1) rows(const __grid_constant__ moe__
     }                                                                                                                  \
   }
 extern "C" const struct moe__sm90_kernel moe__sm90_rows_kernels[2][2][2] = { KERNELS(false), KERNELS(true) };
+extern "C" const struct moe__sm90_kernel moe__sm90_act_kernels[2][2] = { GATHERED(false, ACT), GATHERED(true, ACT) };
+extern "C" const struct moe__sm90_kernel moe__sm90_act_grad_kernels[2][2] = { GATHERED(false, ACT_GRAD),
+                                                                              GATHERED(true, ACT_GRAD) };
+extern "C" const struct moe__sm90_kernel moe__sm90_sums_kernel = { (const void *)sums, 256, 0 };

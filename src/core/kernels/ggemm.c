@@ -42,7 +42,8 @@ static moe_status run_ggemm_colsum(moe_queue *q, const struct moe__args_ggemm_co
                 I_(a->accumulate));
 }
 
-const struct moe__impl_ggemm_rows moe__portable_ggemm_rows = { "ggemm_rows:portable", "gemm", MOE__PORTABLE | MOE__TOTAL,
-                                                               can_ggemm_rows, run_ggemm_rows };
+const struct moe__impl_ggemm_rows moe__portable_ggemm_rows = { "ggemm_rows:portable", "gemm",
+                                                               MOE__PORTABLE | MOE__TOTAL, can_ggemm_rows,
+                                                               run_ggemm_rows };
 MOE__PORTABLE_IMPL(ggemm_wgrad, "gemm")
 MOE__PORTABLE_IMPL(ggemm_colsum, "ggemm")
