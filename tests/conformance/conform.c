@@ -270,6 +270,7 @@ static void finished_other(struct conform *c, moe_status status, const char *id,
     for (int i = 0; (at = moe__impl_##op##_at(c->other, i)); i++)                                                      \
       if (!strcmp(at->id, c->id) && !at->can(c->other->info, &there, &why)) impl = at;                                 \
     if (!impl) impl = moe__pick_##op(c->other, &there, MOE_AUTO, &why);                                                \
+    if (!impl) return; /* it has none for such optional parts of an op */                                              \
     moe_status st = impl->program[0] ? c->other->be->program(c->other->dev, impl->program, (int)there.dtype) : MOE_OK; \
     if (!st) t_upload_twin(&c->m);                                                                                     \
     if (!st) st = c->m.status ? c->m.status : impl->run(c->other_q, &there);                                           \
