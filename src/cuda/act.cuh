@@ -20,6 +20,19 @@ PTX float reciprocal(float x)
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+/* NaN where either is. */
+PTX float smaller(float x, float y)
+{
+  float z;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+PTX float larger(float x, float y)
+{
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
 /* 1/(1 + exp(-slope*x)), given -slope*log2(e). */
 PTX float sigmoid(float x, float slope)
 {

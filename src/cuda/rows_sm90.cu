@@ -292,21 +292,19 @@ PTX void store_active(const moe__sm90_rows &p, const float (&d)[128], const plac
           store_block(p, gated ? i : 0, gated ? n : n + 64 * i, row, rows, blocks + i * BLOCK_BYTES);
 #pragma unroll 1
     for (int i = 0; i < (gated ? 4 : 8); i++) {
-      const int at = thread / 8 + 16 * (i % 4), column = n + i / 4 * 64 + 8 * unit;
+      const int at = thread / 8 + i % 4 * 16, column = n + i / 4 * 64 + 8 * unit;
+      const uint32_t from = unit_at(blocks, thread / 8, unit) + i * (BLOCK_BYTES / 4);
       float g[8], f[8], df[8];
       if (at >= rows || column >= p.N) continue;
-      unpack_8<half>(g, load_shared_16(unit_at(blocks + i / 4 * BLOCK_BYTES, at, unit)));
+      unpack_8<half>(g, load_shared_16(from));
 #pragma unroll
-      for (int j = 0; j < 8; j++) g[j] = g[j] > p.act.limit ? p.act.limit : g[j];
+      for (int j = 0; j < 8; j++) g[j] = smaller(g[j], p.act.limit);
       activate(g, p.act.kind, p.act.alpha, f, df);
       if (gated) {
         float u[8];
-        unpack_8<half>(u, load_shared_16(unit_at(blocks + BLOCK_BYTES, at, unit)));
+        unpack_8<half>(u, load_shared_16(from + BLOCK_BYTES));
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-          const float clamped = u[j] > p.act.limit ? p.act.limit : u[j] < -p.act.limit ? -p.act.limit : u[j];
-          f[j] *= clamped + p.act.up_offset;
-        }
+        for (int j = 0; j < 8; j++) f[j] *= larger(smaller(u[j], p.act.limit), -p.act.limit) + p.act.up_offset;
       }
       *(uint4 *)(p.active + (row + at) * p.active_stride + column * 2) = pack_8<half>(f);
     }
@@ -327,11 +325,11 @@ PTX void put_sums(const float (&d)[128], int pass, uint32_t blocks)
       store_shared_8(unit_at(blocks + second * BLOCK_BYTES, at, j ^ 4 * second) + lane % 2 * 8, v[0], v[1]);
     }
 }
-PTX void get_sums(float (&v)[8], int at, int unit, uint32_t blocks)
+PTX void get_sums(float (&v)[8], uint32_t at)
 {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    const uint4 four = load_shared_16(unit_at(blocks + i * BLOCK_BYTES, at, unit ^ 4 * i));
+    const uint4 four = load_shared_16((at ^ i * (4 << 4)) + i * BLOCK_BYTES);
     v[4 * i] = __uint_as_float(four.x);
     v[4 * i + 1] = __uint_as_float(four.y);
     v[4 * i + 2] = __uint_as_float(four.z);
@@ -347,13 +345,16 @@ PTX void store_gradient(const moe__sm90_rows &p, const float (&d)[128], const pl
 {
   const int thread = threadIdx.x % 128, lane = thread % 32, unit = thread % 8;
   const int row = t.row + 64 * group, rows = min(64, t.rows - 64 * group), own = thread / 8 + 16 * unit;
+  const uint32_t there = unit_at(0, thread / 8, unit);
   const float alpha = p.act.alpha, limit = p.act.limit;
   float weight = 1, share = 0;
   if (p.weights && unit < 4 && own < rows) weight = p.weights[__ldg(p.map + row + own)];
 #pragma unroll 1
   for (int pass = 0; pass < PASSES; pass++) {
     const int column = t.column * TILE_N + 64 * pass + 8 * unit;
-    const uint32_t gates = base + r.stage * STAGE_BYTES + group * BLOCK_BYTES;
+    uint32_t sums = blocks + there, gates = base + r.stage * STAGE_BYTES + group * BLOCK_BYTES + there;
+    unsigned char *dh = p.dh + (row + thread / 8) * p.dh_stride + column * 2;
+    unsigned char *aw = p.aw + (row + thread / 8) * p.aw_stride + column * 2;
     named_barrier(1 + group, 128); /* the blocks have been read */
     if (pass == 0) put_sums(d, 0, blocks);
     else if (pass == 1) put_sums(d, 1, blocks);
@@ -363,27 +364,24 @@ PTX void store_gradient(const moe__sm90_rows &p, const float (&d)[128], const pl
     barrier_wait(base + FULL_AT + 8 * r.stage, r.parity);
 #pragma unroll 1
     for (int i = 0; i < 4; i++) {
-      const int at = thread / 8 + 16 * i;
       const float w = __shfl_sync(~0u, weight, lane / 8 * 8 + i);
       float sum = 0;
-      if (at < rows && column < p.N) {
+      if (thread / 8 + 16 * i < rows && column < p.N) {
         float v[8], gate[8], g[8], f[8], df[8], a[8];
-        get_sums(v, at, unit, blocks);
-        unpack_8<half>(gate, load_shared_16(unit_at(gates, at, unit)));
+        get_sums(v, sums);
+        unpack_8<half>(gate, load_shared_16(gates));
 #pragma unroll
-        for (int j = 0; j < 8; j++) g[j] = gate[j] > limit ? limit : gate[j];
+        for (int j = 0; j < 8; j++) g[j] = smaller(gate[j], limit);
         activate(g, p.act.kind, alpha, f, df);
-        unsigned char *dh = p.dh + (row + at) * p.dh_stride + column * 2;
         if (p.act.gated) {
           float up[8], du[8];
-          unpack_8<half>(up, load_shared_16(unit_at(gates + A_BYTES, at, unit)));
+          unpack_8<half>(up, load_shared_16(gates + A_BYTES));
 #pragma unroll
           for (int j = 0; j < 8; j++) {
-            const float clamped = up[j] > limit ? limit : up[j] < -limit ? -limit : up[j];
-            const float u = clamped + p.act.up_offset, dv = w * v[j];
+            const float u = larger(smaller(up[j], limit), -limit) + p.act.up_offset, dv = w * v[j];
             a[j] = f[j] * u;
             df[j] *= dv * u;
-            du[j] = up[j] > limit || up[j] < -limit ? 0 : dv * f[j];
+            du[j] = fabsf(up[j]) > limit ? 0 : dv * f[j];
           }
           *(uint4 *)(dh + (int64_t)p.N * 2) = pack_8<half>(du);
         } else
@@ -396,11 +394,15 @@ PTX void store_gradient(const moe__sm90_rows &p, const float (&d)[128], const pl
           a[j] *= w;
         }
         *(uint4 *)dh = pack_8<half>(df);
-        if (p.aw) *(uint4 *)(p.aw + (row + at) * p.aw_stride + column * 2) = pack_8<half>(a);
+        if (p.aw) *(uint4 *)aw = pack_8<half>(a);
       }
 #pragma unroll
       for (int lanes = 1; lanes < 8; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
       if (unit == i) share += sum;
+      sums += BLOCK_BYTES / 4;
+      gates += BLOCK_BYTES / 4;
+      dh += 16 * p.dh_stride;
+      aw += 16 * p.aw_stride;
     }
     __syncwarp(); /* every lane has read the stage */
     if (lane == 0) barrier_arrive(base + EMPTY_AT + 8 * r.stage);

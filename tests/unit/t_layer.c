@@ -569,16 +569,43 @@ static void results_are_within_the_dtypes_bounds(void **state)
       }
 }
 
-/* Widths that matrix units take. */
-static void wide_layers_are_within_the_bounds_too(void **state)
+/* Widths that matrix units take: where products have epilogues the activations are done there, and by kernels of
+   their own under MOE_SCALAR.  Both are within the bounds, and keep as many bytes. */
+static void activations_may_be_part_of_the_products(void **state)
 {
+  static const moe_activation activations[] = {
+    { .kind = MOE_SILU, .gated = 1 },
+    { .kind = MOE_SILU, .gated = 1, .alpha = 1.702, .limit = 7, .up_offset = 1 },
+    { .kind = MOE_GELU_TANH, .gated = 1 },
+    { .kind = MOE_RELU2 }
+  };
   (void)state;
-  for (int i = 0; i < 2; i++) {
-    struct layer l = layer_of(options_of(i ? MOE_F16 : MOE_BF16, 70, 64, 512, 5, 2));
-    layer_make(&l, ctx, queue, 0);
-    layer_check(&l);
-    layer_free(&l);
-  }
+  for (int i = 1; i < 3; i++)
+    for (size_t a = 0; a < (test_short() ? 2 : sizeof activations / sizeof *activations); a++) {
+      uint64_t saved[2];
+      for (int scalar = 0; scalar < 2; scalar++) {
+        struct layer l = whole(dtypes[i], 70, 40, 72, 5, 2);
+        char text[8192];
+        l.o.seed = a;
+        l.o.activation.kind = activations[a].kind;
+        l.o.activation.gated = activations[a].gated;
+        l.o.activation.alpha = activations[a].alpha;
+        l.o.activation.limit = activations[a].limit;
+        l.o.activation.up_offset = activations[a].up_offset;
+        l.desc.reduction = MOE_PLANE;
+        if (scalar) l.desc.forward_strategy = l.desc.backward_strategy = MOE_SCALAR;
+        layer_make(&l, ctx, queue, 0);
+        OK(moe_layer_explain(l.layer, 70, text, sizeof text, NULL));
+        if (strstr(text, "forward down: ggemm_rows:sm90")) {
+          assert_non_null(strstr(text, "forward up and activation: ggemm_rows:sm90"));
+          assert_non_null(strstr(text, "backward through down and activation: ggemm_rows:sm90"));
+        } else assert_non_null(strstr(text, "forward activation: act_fwd:"));
+        layer_check(&l);
+        saved[scalar] = l.io.saved.bytes;
+        layer_free(&l);
+      }
+      assert_int_equal(saved[0], saved[1]);
+    }
 }
 
 static void experts_may_have_no_token_or_all(void **state)
@@ -703,7 +730,7 @@ int main(void)
     cmocka_unit_test(explain_names_every_step),
     cmocka_unit_test(no_tokens_are_a_batch_too),
     cmocka_unit_test(results_are_within_the_dtypes_bounds),
-    cmocka_unit_test(wide_layers_are_within_the_bounds_too),
+    cmocka_unit_test(activations_may_be_part_of_the_products),
     cmocka_unit_test(experts_may_have_no_token_or_all),
     cmocka_unit_test(bad_tokens_stay_alone),
     cmocka_unit_test(twenty_runs_are_bit_equal),
