@@ -337,15 +337,16 @@ PTX void get_sums(float (&v)[8], uint32_t at)
   }
 }
 
-/* dh, aw and the row's share of <da, a> from da, the sums.  8 lanes have a row's 64 columns; lane i of them keeps what
-   belongs to their row i of 4. */
+/* dh, aw and the row's share of <da, a> from da, the sums.  A warp takes the 16 rows whose sums it has, 4 at a time:
+   8 lanes have a row's 64 columns, and lane i of them keeps what belongs to their row i of 4. */
 template <bool half>
 PTX void store_gradient(const moe__sm90_rows &p, const float (&d)[128], const place &t, uint32_t base, uint32_t blocks,
                         int group, ring &r)
 {
   const int thread = threadIdx.x % 128, lane = thread % 32, unit = thread % 8;
-  const int row = t.row + 64 * group, rows = min(64, t.rows - 64 * group), own = thread / 8 + 16 * unit;
-  const uint32_t there = unit_at(0, thread / 8, unit);
+  const int row = t.row + 64 * group, rows = min(64, t.rows - 64 * group);
+  const int first = thread / 32 * 16 + lane / 8, own = first + 4 * unit;
+  const uint32_t there = unit_at(0, first, unit);
   const float alpha = p.act.alpha, limit = p.act.limit;
   float weight = 1, share = 0;
   if (p.weights && unit < 4 && own < rows) weight = p.weights[__ldg(p.map + row + own)];
@@ -353,20 +354,19 @@ PTX void store_gradient(const moe__sm90_rows &p, const float (&d)[128], const pl
   for (int pass = 0; pass < PASSES; pass++) {
     const int column = t.column * TILE_N + 64 * pass + 8 * unit;
     uint32_t sums = blocks + there, gates = base + r.stage * STAGE_BYTES + group * BLOCK_BYTES + there;
-    unsigned char *dh = p.dh + (row + thread / 8) * p.dh_stride + column * 2;
-    unsigned char *aw = p.aw + (row + thread / 8) * p.aw_stride + column * 2;
-    named_barrier(1 + group, 128); /* the blocks have been read */
+    unsigned char *dh = p.dh + (row + first) * p.dh_stride + column * 2;
+    unsigned char *aw = p.aw + (row + first) * p.aw_stride + column * 2;
     if (pass == 0) put_sums(d, 0, blocks);
     else if (pass == 1) put_sums(d, 1, blocks);
     else if (pass == 2) put_sums(d, 2, blocks);
     else put_sums(d, 3, blocks);
-    named_barrier(1 + group, 128);
+    __syncwarp();
     barrier_wait(base + FULL_AT + 8 * r.stage, r.parity);
 #pragma unroll 1
     for (int i = 0; i < 4; i++) {
       const float w = __shfl_sync(~0u, weight, lane / 8 * 8 + i);
       float sum = 0;
-      if (thread / 8 + 16 * i < rows && column < p.N) {
+      if (first + 4 * i < rows && column < p.N) {
         float v[8], gate[8], g[8], f[8], df[8], a[8];
         get_sums(v, sums);
         unpack_8<half>(gate, load_shared_16(gates));
@@ -399,12 +399,12 @@ PTX void store_gradient(const moe__sm90_rows &p, const float (&d)[128], const pl
 #pragma unroll
       for (int lanes = 1; lanes < 8; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
       if (unit == i) share += sum;
-      sums += BLOCK_BYTES / 4;
-      gates += BLOCK_BYTES / 4;
-      dh += 16 * p.dh_stride;
-      aw += 16 * p.aw_stride;
+      sums = (sums ^ 4 << 4) + 4 * 128; /* the swizzle of a row 4 further */
+      gates = (gates ^ 4 << 4) + 4 * 128;
+      dh += 4 * p.dh_stride;
+      aw += 4 * p.aw_stride;
     }
-    __syncwarp(); /* every lane has read the stage */
+    __syncwarp(); /* every lane has read the stage and the blocks */
     if (lane == 0) barrier_arrive(base + EMPTY_AT + 8 * r.stage);
     r.next();
   }
