@@ -261,7 +261,7 @@ const struct moe__impl_ggemm_rows moe__cuda_ggemm_rows[] = {
 
 /* ---- wgrad ------------------------------------------------------------------------------------------------------ */
 
-/* c's contiguous dimension is m: the product is taken transposed, p for q. */
+/* c's contiguous dimension is m. */
 static int m_fast(const struct moe__args_ggemm_wgrad *a)
 {
   return a->c[0].stride[2] != 1;
@@ -281,53 +281,68 @@ static moe_status can_wgrad(const struct moe__dev_info *info, const struct moe__
   MOE__TRY(can_tensor("q", &a->q, 1, why));
   MOE__TRY(can_tensor("c[0]", &a->c[0], fast, why));
   if (a->split) MOE__TRY(can_tensor("c[1]", &a->c[1], fast, why));
+  if ((a->pmap.handle && 2 * a->p.stride[0] > UINT32_MAX) || (a->qmap.handle && 2 * a->q.stride[0] > UINT32_MAX))
+    return moe__cannot(why, "wants gathered rows less than 2^32 bytes apart, got strides %lld, %lld",
+                       (long long)a->p.stride[0], (long long)a->q.stride[0]);
   if (a->E * moe__ceil_div(a->M + SIDE, SIDE) * moe__ceil_div(a->N + SIDE, SIDE) > INT32_MAX)
     return moe__cannot(why, "wants fewer than 2^31 tiles, got %lld experts of %lld x %lld", (long long)a->E,
                        (long long)a->M, (long long)a->N);
   return MOE_OK;
 }
 
-/* Without rows nothing is read, and a descriptor would be refused. */
+/* Rows of ragged experts, described such that a box is clipped where its expert's rows end: as [R+1,R,columns], both
+   strides one row, R rows before the operand.  Row r of an expert's n that end at `end` is [end,R-n+r], and the tensor
+   ends where r is n.  Without rows nothing is read, and a descriptor would be refused. */
 static moe_status operand(struct moe__sm90_rows_of *out, const moe_tensor *t, const moe_tensor *map, int64_t div,
                           int64_t R)
 {
   const struct moe__divisor d = moe__divide(map->handle ? div : 1);
+  const int64_t stride = t->shape[0] > 1 ? t->stride[0] : t->shape[1];
   out->x = first(t);
-  out->stride = 2 * t->stride[0];
+  out->stride = (uint32_t)(2 * stride);
   out->div_mul = d.mul;
   out->div_shift = d.shift;
   out->columns = (int32_t)t->shape[1];
   if (map->handle) out->map = (const int32_t *)(void *)first(map);
-  else if (R) return describe_rows(&out->tensor, t, 0, R, t->shape[1], 64);
+  else if (R)
+    return describe(&out->tensor, t->dtype, (void *)((uintptr_t)first(t) - (uintptr_t)(2 * R * stride)), 3,
+                    (const int64_t[]){ t->shape[1], R, R + 1 }, (const int64_t[]){ 1, stride, stride }, 64);
   return MOE_OK;
 }
 
+/* The kernel's m and n: those of the product or, where only q has a map, the other way round. */
 static moe_status start_wgrad(moe_queue *q, const struct moe__args_ggemm_wgrad *a)
 {
   static const struct moe__kernel name = { "sm90_wgrad", "wgrad" };
-  const int turned = m_fast(a), fast = turned ? 1 : 2, slow = 3 - fast;
+  const int swap = a->qmap.handle && !a->pmap.handle, m = swap ? 2 : 1, n = 3 - m, m_first = m_fast(a) != swap;
   const struct moe__sm90_kernel *k = &moe__sm90_wgrad_kernels[a->dtype == MOE_F16][a->c[0].dtype == MOE_F32];
   const struct moe__cuda_object object = { name.program, k->function, k->threads, k->shared };
-  const int64_t size = (int64_t)moe_dtype_size(a->c[0].dtype), fill = q->ctx->info->pub.compute_units;
+  const int64_t size = (int64_t)moe_dtype_size(a->c[0].dtype), fill = q->ctx->info->pub.compute_units / 2;
   struct moe__sm90_wgrad p;
-  int64_t tiles;
+  int64_t pairs;
   memset(&p, 0, sizeof p);
-  MOE__TRY(operand(turned ? &p.q : &p.p, &a->p, &a->pmap, a->pdiv, a->R));
-  MOE__TRY(operand(turned ? &p.p : &p.q, &a->q, &a->qmap, a->qdiv, a->R));
+  MOE__TRY(operand(swap ? &p.q : &p.p, &a->p, &a->pmap, a->pdiv, a->R));
+  MOE__TRY(operand(swap ? &p.p : &p.q, &a->q, &a->qmap, a->qdiv, a->R));
   for (int i = 0; i < (a->split ? 2 : 1); i++) {
-    MOE__TRY(describe_stack(&p.c[i], &a->c[i], fast, 64));
+    MOE__TRY(describe_stack(&p.c[i], &a->c[i], m_first ? m : n, m_first && a->c[i].dtype == MOE_F32 ? 32 : 64));
     p.y[i] = first(&a->c[i]);
     p.y_stride[i][0] = size * a->c[i].stride[0];
-    p.y_stride[i][1] = size * a->c[i].stride[slow];
+    p.y_stride[i][1] = size * a->c[i].stride[m];
+    p.y_stride[i][2] = size * a->c[i].stride[n];
   }
   p.offs = (const int32_t *)(void *)first(&a->offs);
+  p.R = (int32_t)a->R;
   p.E = (int32_t)a->E;
-  p.M = (int32_t)a->c[0].shape[slow];
-  p.N = (int32_t)a->c[0].shape[fast];
-  p.split = !a->split ? MOE__SM90_WHOLE : turned ? MOE__SM90_BY_N : MOE__SM90_BY_M;
+  p.M = (int32_t)a->c[0].shape[m];
+  p.N = (int32_t)a->c[0].shape[n];
   p.accumulate = a->accumulate != 0;
-  tiles = a->E * moe__ceil_div(p.M, SIDE) * moe__ceil_div(p.N, 2 * SIDE) * (a->split ? 2 : 1);
-  return moe__cuda_start(q->be, &name, &object, tiles < fill ? tiles : fill, &p);
+  p.turned = m_first;
+  p.m_tiles = 2 * (int32_t)moe__ceil_div(p.M, 2 * SIDE);
+  p.n_tiles = (int32_t)moe__ceil_div(p.N, 2 * SIDE);
+  p.pairs = p.m_tiles / 2 * (a->split && !swap ? 2 : 1);
+  p.columns = p.n_tiles * (a->split && swap ? 2 : 1);
+  pairs = a->E * p.pairs * p.columns;
+  return moe__cuda_start(q->be, &name, &object, 2 * (pairs < fill ? pairs : fill), &p);
 }
 
 static moe_status run_wgrad(moe_queue *q, const struct moe__args_ggemm_wgrad *a)

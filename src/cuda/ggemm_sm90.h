@@ -40,23 +40,24 @@ struct moe__sm90_sums {
   int32_t E, n, accumulate;
 };
 
-/* Arguments of wgrad_sm90.cu.  M and N are of one half where split. */
-enum moe__sm90_halves { MOE__SM90_WHOLE, MOE__SM90_BY_M, MOE__SM90_BY_N };
+/* Arguments of wgrad_sm90.cu.  M and N are of one half where split, in either direction. */
 struct moe__sm90_rows_of {
   CUtensorMap tensor; /* where there is no map */
   const unsigned char *x;
-  int64_t stride; /* bytes */
+  uint32_t stride; /* bytes, where there is one */
   const int32_t *map;
   int64_t div_mul;
   int32_t div_shift, columns; /* columns: of both halves */
 };
 struct moe__sm90_wgrad {
   CUtensorMap c[2];
-  struct moe__sm90_rows_of p, q;
+  struct moe__sm90_rows_of p, q; /* where one has a map, it is p */
   const int32_t *offs;
-  const unsigned char *y[2]; /* c */
-  int64_t y_stride[2][2];    /* bytes from an expert, from an m to the next */
-  int32_t E, M, N, split, accumulate;
+  const unsigned char *y[2];              /* c */
+  int64_t y_stride[2][3];                 /* bytes, of e, m, n */
+  int32_t R, E, M, N, accumulate, turned; /* turned: c's contiguous dimension is m */
+  int32_t m_tiles, n_tiles;               /* of M and N, m_tiles even */
+  int32_t pairs, columns;                 /* pairs of tiles along m, tiles along n, of both halves */
 };
 
 /* A kernel, and the shared memory that its launches name. */

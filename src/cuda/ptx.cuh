@@ -54,6 +54,27 @@ PTX void barrier_wait(uint32_t bar, int parity)
                "r"(parity)
                : "memory");
 }
+/* Arrives at the barrier that lies at this address in block `block` of the cluster.  It orders no ordinary access of
+   the other block: cluster scope would cost a fence of the whole device (MEMBAR.ALL.GPU) each time. */
+PTX void barrier_arrive_at(uint32_t bar, uint32_t block)
+{
+  asm volatile("{\n\t.reg .b32 there;\n\t"
+               "mapa.shared::cluster.u32 there, %0, %1;\n\t"
+               "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t}" ::"r"(bar),
+               "r"(block)
+               : "memory");
+}
+/* All threads of all blocks of the cluster. */
+PTX void cluster_barrier()
+{
+  asm volatile("barrier.cluster.arrive;\n\tbarrier.cluster.wait;" ::: "memory");
+}
+PTX uint32_t block_of_cluster()
+{
+  uint32_t i;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(i));
+  return i;
+}
 /* Barrier `id` (1 to 15) of so many threads of the block. */
 PTX void named_barrier(int id, int threads)
 {
@@ -82,6 +103,14 @@ PTX void tma_load_3d(uint32_t to, const CUtensorMap *map, uint32_t bar, int x, i
           "r"(to),
       "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z)
       : "memory");
+}
+/* The same to both blocks of a cluster of 2, each at this address and with this barrier. */
+PTX void tma_load_3d_both(uint32_t to, const CUtensorMap *map, uint32_t bar, int x, int y, int z)
+{
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+               "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+               "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z), "h"((uint16_t)3)
+               : "memory");
 }
 /* A box of shared memory to the tensor; what lies outside is not written. */
 PTX void tma_store_2d(const CUtensorMap *map, uint32_t from, int x, int y)
@@ -211,11 +240,22 @@ PTX void store_matrices(uint32_t row, uint32_t m0, uint32_t m1, uint32_t m2, uin
                "r"(m3)
                : "memory");
 }
+/* Each of them transposed. */
+PTX void store_matrices_turned(uint32_t row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3)
+{
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0), "r"(m1),
+               "r"(m2), "r"(m3)
+               : "memory");
+}
 PTX uint4 load_shared_16(uint32_t at)
 {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
   return v;
+}
+PTX void store_shared_4(uint32_t at, float x)
+{
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory");
 }
 PTX void store_shared_8(uint32_t at, float x, float y)
 {
