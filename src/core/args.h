@@ -340,18 +340,18 @@ int64_t moe__plan_scratch(int64_t R, int64_t E);
    Rows r in [offs[e], offs[e+1]) belong to expert e.  Row r of an operand with a map is row map[r]/div of
    the tensor.  Rows at or past offs[E] are neither read nor written.  Experts without rows are legal. */
 enum moe__split { MOE__SPLIT_NONE = 0, MOE__SPLIT_N = 1, MOE__SPLIT_K = 2 };
-/* What becomes of the sums v[r,n] of a product over rows.  PLAIN: c = v.  An implementation may refuse the others;
-   then the product and act_fwd or act_bwd stand for them.
-   ACT: c = v, where given, is the h of act_fwd (gated: SPLIT_N, else SPLIT_NONE) and y the a of that rounded h.
+/* What becomes of the sums v[r,n] of a product over rows.  PLAIN: c = v.  An implementation may refuse the other;
+   then the product and act_bwd stand for it.  (act_fwd behind the product was slower than by itself, at the speed of a
+   copy: the multiplications wait for it.)
    ACT_GRAD: v is the da of act_bwd, never rounded (SPLIT_NONE, F = N, slots by map; <da, a> in a fixed shape).  c is
    scratch. */
-enum moe__epilogue { MOE__PLAIN = 0, MOE__ACT = 1, MOE__ACT_GRAD = 2 };
+enum moe__epilogue { MOE__PLAIN = 0, MOE__ACT_GRAD = 1 };
 /* c[r,n] = sum_k a[map(r),k] b[e(r),n,k] + bias[e(r),n].
    SPLIT_N: columns 0..N/2-1 from b[0], the rest from b[1] (each [E,N/2,K]).
    SPLIT_K: k in 0..K/2-1 with b[0], the rest with b[1] (each [E,N,K/2]). */
 struct moe__args_ggemm_rows {
   int64_t dtype;
-  moe_tensor c;       /* [R,N] out ST, rows packed or strided, columns packed; opt with ACT */
+  moe_tensor c;       /* [R,N] out ST, rows packed or strided, columns packed */
   moe_tensor a;       /* [R,K] (no map) or [rows,K] in ST */
   moe_tensor b[2];    /* in ST; b[1] where split */
   moe_tensor bias[2]; /* opt ST [E,N] or halves [E,N/2] with SPLIT_N; with SPLIT_K only bias[0] */
@@ -359,7 +359,6 @@ struct moe__args_ggemm_rows {
   moe_tensor map;     /* [R] opt I32, packed */
   int64_t R, E, N, K, split, div, epilogue;
   struct moe__act act;
-  moe_tensor y;                         /* ACT: [R,F] out ST, columns packed */
   moe_tensor dh, aw, dweights, weights; /* ACT_GRAD: as in act_bwd, rows packed or strided */
   moe_tensor h;                         /* ACT_GRAD: [R,F or 2F] in ST, columns packed */
   int64_t accumulate;                   /* ACT_GRAD: dweights += */

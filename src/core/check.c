@@ -476,16 +476,11 @@ static moe_status halves(const struct want *w, const char *field, int64_t n)
 }
 static moe_status epilogue(const struct want *w, const struct moe__args_ggemm_rows *a)
 {
-  const int64_t split = a->epilogue == MOE__ACT && a->act.gated ? MOE__SPLIT_N : MOE__SPLIT_NONE;
   const int64_t width = a->act.gated ? 2 * a->N : a->N;
   IN(epilogue, MOE__PLAIN, MOE__ACT_GRAD);
   if (a->epilogue == MOE__PLAIN) return MOE_OK;
   MOE__TRY(act(w, &a->act));
-  IN(split, split, split);
-  if (a->epilogue == MOE__ACT) {
-    M(y, ST | LAST, a->R, a->act.gated ? a->N / 2 : a->N);
-    return MOE_OK;
-  }
+  IN(split, MOE__SPLIT_NONE, MOE__SPLIT_NONE);
   M(dh, ST | LAST, a->R, width);
   M(aw, ST | LAST | OPT, a->R, a->N);
   V(dweights, REAL | PACKED | OPT, a->R);
@@ -504,7 +499,7 @@ CHECK(ggemm_rows)
   if (a->split == MOE__SPLIT_N) MOE__TRY(halves(w, "N", a->N));
   if (a->split == MOE__SPLIT_K) MOE__TRY(halves(w, "K", a->K));
   MOE__TRY(epilogue(w, a));
-  M(c, ST | LAST | (a->epilogue == MOE__ACT ? OPT : 0), a->R, a->N);
+  M(c, ST | LAST, a->R, a->N);
   if (a->map.handle) {
     IN(div, 1, BIG);
     M(a, ST, a->a.shape[0], a->K);

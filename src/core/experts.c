@@ -83,7 +83,6 @@ static moe_status walk_forward(struct moe__walk *w, const moe_experts *e, int64_
                                const struct work *s)
 {
   int64_t R = T * e->K, E = e->E, gated = e->act.gated, how = e->forward_strategy;
-  int fused, keeps_h = keeps_hidden(wanted);
   moe_tensor health = w->q ? w->q->health : none;
   if (!io->ids.handle || w->mode != MOE__RUN)
     STEP(w, "select", select, MOE_AUTO, .dtype = e->real, .ids = k->ids, .weights = k->weights, .logits = io->logits,
@@ -97,17 +96,12 @@ static moe_status walk_forward(struct moe__walk *w, const moe_experts *e, int64_
   STEP(w, "plan", plan, MOE_AUTO, .dtype = e->real, .offs = k->offs, .row2slot = k->row2slot,
        .slot2row = moe__flatten(k->slot2row), .ids = k->ids, .weights = k->weights, .health = health,
        .scratch = s->plan, .T = T, .K = e->K, .E = E);
-#define UP                                                                                                             \
-  .dtype = e->dtype, .a = io->x, .b = { gated ? io->gate : io->up, gated ? io->up : none },                            \
-  .bias = { gated ? io->gate_bias : io->up_bias, gated ? io->up_bias : none }, .offs = k->offs, .map = k->row2slot,    \
-  .R = R, .E = E, .N = e->H, .K = e->D, .split = gated ? MOE__SPLIT_N : MOE__SPLIT_NONE, .div = e->K
-  STEP_IF(w, fused, "forward up and activation", ggemm_rows, how, UP, .c = keeps_h ? k->h : none, .epilogue = MOE__ACT,
-          .act = e->act, .y = s->a);
-  if (!fused) {
-    STEP(w, "forward up", ggemm_rows, how, UP, .c = k->h);
-    STEP(w, "forward activation", act_fwd, MOE_AUTO, .dtype = e->dtype, .a = s->a, .h = k->h, .offs = k->offs, .R = R,
-         .F = e->F, .E = E, .act = e->act);
-  }
+  STEP(w, "forward up", ggemm_rows, how, .dtype = e->dtype, .c = k->h, .a = io->x,
+       .b = { gated ? io->gate : io->up, gated ? io->up : none },
+       .bias = { gated ? io->gate_bias : io->up_bias, gated ? io->up_bias : none }, .offs = k->offs, .map = k->row2slot,
+       .R = R, .E = E, .N = e->H, .K = e->D, .split = gated ? MOE__SPLIT_N : MOE__SPLIT_NONE, .div = e->K);
+  STEP(w, "forward activation", act_fwd, MOE_AUTO, .dtype = e->dtype, .a = s->a, .h = k->h, .offs = k->offs, .R = R,
+       .F = e->F, .E = E, .act = e->act);
   STEP(w, "forward down", ggemm_rows, how, .dtype = e->dtype, .c = s->rows, .a = s->a, .b = { io->down },
        .bias = { io->down_bias }, .offs = k->offs, .R = R, .E = E, .N = e->D, .K = e->F, .div = 1);
   STEP(w, "forward combine", combine, MOE_AUTO, .dtype = e->dtype, .y = io->y, .rows = s->rows, .weights = k->weights,

@@ -132,7 +132,6 @@ static moe_status can_epilogue(const struct moe__args_ggemm_rows *a, struct moe_
 {
   if (a->epilogue == MOE__PLAIN) return MOE_OK;
   if (!a->map.handle) return moe__cannot(why, "has epilogues with a map only");
-  if (a->epilogue == MOE__ACT) return can_tensor("y", &a->y, 1, why);
   if (a->bias[0].handle) return moe__cannot(why, "has no bias with the gradient of an activation");
   MOE__TRY(can_tensor("h", &a->h, 1, why));
   MOE__TRY(can_tensor("dh", &a->dh, 1, why));
@@ -148,7 +147,7 @@ static moe_status can_rows(const struct moe__dev_info *info, const struct moe__a
   MOE__TRY(can_tensor("a", &a->a, 1, why));
   MOE__TRY(can_tensor("b[0]", &a->b[0], fast, why));
   if (a->split) MOE__TRY(can_tensor("b[1]", &a->b[1], fast, why));
-  if (a->c.handle) MOE__TRY(can_tensor("c", &a->c, 1, why));
+  MOE__TRY(can_tensor("c", &a->c, 1, why));
   MOE__TRY(can_epilogue(a, why));
   MOE__TRY(can_bias(&a->bias[0], why));
   if (a->split == MOE__SPLIT_N) MOE__TRY(can_bias(&a->bias[1], why));
@@ -167,11 +166,6 @@ static moe_status describe_epilogue(struct moe__sm90_rows *p, const struct moe__
   p->act.alpha = act->alpha == 0 ? 1.0f : (float)act->alpha;
   p->act.limit = act->limit == 0 ? HUGE_VALF : (float)act->limit;
   p->act.up_offset = (float)act->up_offset;
-  if (a->epilogue == MOE__ACT) {
-    p->active = first(&a->y);
-    p->active_stride = 2 * a->y.stride[0];
-    return MOE_OK;
-  }
   for (int i = 0; i < 1 + p->act.gated; i++) MOE__TRY(describe_rows(&p->h[i], &a->h, i * p->N, a->R, p->N, SIDE));
   p->dh = first(&a->dh);
   p->dh_stride = 2 * a->dh.stride[0];
@@ -205,15 +199,14 @@ static moe_status start_rows(moe_queue *q, const struct moe__args_ggemm_rows *a)
   static const struct moe__kernel name = { "sm90_rows", "rows" };
   const int sn = a->split == MOE__SPLIT_N, sk = a->split == MOE__SPLIT_K, by_n = n_first(a);
   const int f16 = a->dtype == MOE_F16;
-  const struct moe__sm90_kernel *k = a->epilogue == MOE__ACT ? &moe__sm90_act_kernels[f16][by_n]
-                                     : a->epilogue == MOE__ACT_GRAD
+  const struct moe__sm90_kernel *k = a->epilogue == MOE__ACT_GRAD
                                          ? &moe__sm90_act_grad_kernels[f16][by_n]
                                          : &moe__sm90_rows_kernels[f16][a->map.handle != NULL][by_n];
   const struct moe__cuda_object object = { name.program, k->function, k->threads, k->shared };
   const struct moe__divisor div = moe__divide(a->map.handle ? a->div : 1);
   const int64_t tiles = (a->R / SIDE + (a->E < a->R ? a->E : a->R)) * column_tiles(a);
   const int64_t fill = q->ctx->info->pub.compute_units;
-  const int stored = a->c.handle && a->epilogue != MOE__ACT_GRAD;
+  const int stored = a->epilogue == MOE__PLAIN;
   struct moe__sm90_rows p;
   memset(&p, 0, sizeof p);
   p.N = (int32_t)(sn ? a->N / 2 : a->N);

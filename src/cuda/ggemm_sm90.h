@@ -26,8 +26,8 @@ struct moe__sm90_rows {
   int32_t div_shift, E, N, K, split;
   /* Of the epilogues; rows so many bytes apart. */
   struct moe__sm90_act act;
-  unsigned char *active, *dh, *aw, *parts; /* active: y of the op; parts: FP32, by column tile; opt but the first two */
-  int64_t active_stride, dh_stride, aw_stride, parts_stride;
+  unsigned char *dh, *aw, *parts; /* parts: FP32, by column tile; opt but dh */
+  int64_t dh_stride, aw_stride, parts_stride;
   const float *weights; /* by slot; NULL: 1 */
 };
 
@@ -71,7 +71,7 @@ extern "C" {
 /* [f16][gathered][B by N]. */
 extern const struct moe__sm90_kernel moe__sm90_rows_kernels[2][2][2];
 /* With an activation, its gradient: [f16][B by N]; a is gathered. */
-extern const struct moe__sm90_kernel moe__sm90_act_kernels[2][2], moe__sm90_act_grad_kernels[2][2];
+extern const struct moe__sm90_kernel moe__sm90_act_grad_kernels[2][2];
 extern const struct moe__sm90_kernel moe__sm90_sums_kernel;
 /* [f16][c in FP32]. */
 extern const struct moe__sm90_kernel moe__sm90_wgrad_kernels[2][2];

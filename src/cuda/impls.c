@@ -22,7 +22,6 @@ int moe__cuda_object_at(int i, struct moe__cuda_object *out)
     int n;
   } sets[] = {
     { "sm90_rows", &moe__sm90_rows_kernels[0][0][0], sizeof moe__sm90_rows_kernels / sizeof(struct moe__sm90_kernel) },
-    { "sm90_rows", &moe__sm90_act_kernels[0][0], sizeof moe__sm90_act_kernels / sizeof(struct moe__sm90_kernel) },
     { "sm90_rows", &moe__sm90_act_grad_kernels[0][0],
       sizeof moe__sm90_act_grad_kernels / sizeof(struct moe__sm90_kernel) },
     { "sm90_rows", &moe__sm90_sums_kernel, 1 },

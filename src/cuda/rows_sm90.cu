@@ -12,8 +12,7 @@
    up to 8 row tiles by as many column tiles as fill the device.  Rows past the expert's end are read where a is not
    gathered, and never written; a tile of at most 64 rows costs half of the multiplications.
 
-   Epilogues (enum moe__epilogue): with ACT the elements of c, in the blocks from which TMA stores them, are read again
-   for their activation.  With ACT_GRAD the sums pass through the same blocks in FP32, 64 columns at a time; h comes
+   Epilogues (enum moe__epilogue): with ACT_GRAD the sums pass through the same blocks in FP32, 64 columns at a time; h comes
    through the ring of stages, behind the tile's operands.  There threads hold 8 neighbours of a row, and write 16 bytes
    each: 128 in a row. */
 #include "cuda/act.cuh"
@@ -42,8 +41,7 @@ enum {
   SPLIT_N = 1,          /* enum moe__split */
   SPLIT_K = 2,
   PLAIN = 0, /* enum moe__epilogue */
-  ACT = 1,
-  ACT_GRAD = 2
+  ACT_GRAD = 1
 };
 
 /* Position in the ring of stages. */
@@ -264,53 +262,6 @@ PTX void store_tile(const moe__sm90_rows &p, float (&d)[128], const place &t, ui
   }
 }
 
-/* The same with the activation: a block of gate and one of up, or two of neighbouring columns, at a time. */
-template <bool half>
-PTX void store_active(const moe__sm90_rows &p, const float (&d)[128], const place &t, uint32_t blocks, int group)
-{
-  const int thread = threadIdx.x % 128, unit = thread % 8;
-  const int row = t.row + 64 * group, rows = min(64, t.rows - 64 * group), gated = p.act.gated;
-#pragma unroll
-  for (int pair = 0; pair < 2; pair++) {
-    const int n = t.column * (gated ? TILE_N / 2 : TILE_N) + pair * (gated ? 64 : 128);
-    if (n >= p.N) break;
-    if (thread == 0) tma_store_wait_read<0>();
-    named_barrier(1 + group, 128); /* the stores and the threads have read the blocks */
-    if (gated) {
-      put_elements<half>(p, d, pair, t.e, 0, n, blocks);
-      put_elements<half>(p, d, pair + 2, t.e, 1, n, blocks + BLOCK_BYTES);
-    } else {
-      put_elements<half>(p, d, 2 * pair, t.e, 0, n, blocks);
-      put_elements<half>(p, d, 2 * pair + 1, t.e, 0, n + 64, blocks + BLOCK_BYTES);
-    }
-    fence_async();
-    named_barrier(1 + group, 128);
-    if (p.y)
-#pragma unroll
-      for (int i = 0; i < 2; i++)
-        if (gated || n + 64 * i < p.N)
-          store_block(p, gated ? i : 0, gated ? n : n + 64 * i, row, rows, blocks + i * BLOCK_BYTES);
-#pragma unroll 1
-    for (int i = 0; i < (gated ? 4 : 8); i++) {
-      const int at = thread / 8 + i % 4 * 16, column = n + i / 4 * 64 + 8 * unit;
-      const uint32_t from = unit_at(blocks, thread / 8, unit) + i * (BLOCK_BYTES / 4);
-      float g[8], f[8], df[8];
-      if (at >= rows || column >= p.N) continue;
-      unpack_8<half>(g, load_shared_16(from));
-#pragma unroll
-      for (int j = 0; j < 8; j++) g[j] = smaller(g[j], p.act.limit);
-      activate(g, p.act.kind, p.act.alpha, f, df);
-      if (gated) {
-        float u[8];
-        unpack_8<half>(u, load_shared_16(from + BLOCK_BYTES));
-#pragma unroll
-        for (int j = 0; j < 8; j++) f[j] *= larger(smaller(u[j], p.act.limit), -p.act.limit) + p.act.up_offset;
-      }
-      *(uint4 *)(p.active + (row + at) * p.active_stride + column * 2) = pack_8<half>(f);
-    }
-  }
-}
-
 /* A warpgroup's sums of one pass in FP32: columns 8*u..8*u+3 are unit u of the first block, the next four unit u ^ 4 of
    the second, so that neither these writes nor the reads of whole units meet in a bank. */
 PTX void put_sums(const float (&d)[128], int pass, uint32_t blocks)
@@ -447,8 +398,7 @@ PTX void multiply(const moe__sm90_rows &p, unsigned char *shared, int group)
       wgmma_wait<0>();
       wgmma_hold(d);
       if (lane == 0) barrier_arrive(base + EMPTY_AT + 8 * last);
-      if constexpr (epilogue == ACT) store_active<half>(p, d, t, blocks, group);
-      else if constexpr (epilogue == ACT_GRAD) store_gradient<half>(p, d, t, base, blocks, group, r);
+      if constexpr (epilogue == ACT_GRAD) store_gradient<half>(p, d, t, base, blocks, group, r);
       else store_tile<half>(p, d, t, blocks, group, turn);
     } else
       for (int s = 0; s < steps + (epilogue == ACT_GRAD ? PASSES : 0); s++) {
@@ -475,8 +425,7 @@ __global__ void __launch_bounds__(THREADS, 1) rows(const __grid_constant__ moe__
     for (int i = 0; i < 2; i++) {
       prefetch_map(&p.a[i]);
       prefetch_map(&p.b[i]);
-      if (p.y) prefetch_map(&p.c[i]);
-      if (epilogue == ACT_GRAD) prefetch_map(&p.h[i]);
+      prefetch_map(epilogue == ACT_GRAD ? &p.h[i] : &p.c[i]);
     }
   }
   __syncthreads();
@@ -519,7 +468,6 @@ __global__ void sums(const __grid_constant__ moe__sm90_sums p)
     }                                                                                                                  \
   }
 extern "C" const struct moe__sm90_kernel moe__sm90_rows_kernels[2][2][2] = { KERNELS(false), KERNELS(true) };
-extern "C" const struct moe__sm90_kernel moe__sm90_act_kernels[2][2] = { GATHERED(false, ACT), GATHERED(true, ACT) };
 extern "C" const struct moe__sm90_kernel moe__sm90_act_grad_kernels[2][2] = { GATHERED(false, ACT_GRAD),
                                                                               GATHERED(true, ACT_GRAD) };
 extern "C" const struct moe__sm90_kernel moe__sm90_sums_kernel = { (const void *)sums, 256, 0 };

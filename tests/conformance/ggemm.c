@@ -123,13 +123,12 @@ static void rows_case(struct conform *c, int64_t dtype, struct rows_how h)
   c_end(c);
 }
 
-/* With an activation behind it, or its gradient. */
+/* With the gradient of an activation behind it. */
 struct epilogue_how {
   int64_t E, rows, past, F, K, div;
   enum split split;
   struct moe__act act;
-  enum pair pair;         /* of gate and up */
-  int b, pad, bias, bare; /* bare: nothing that is optional */
+  int b, pad, accumulate, bare; /* bare: nothing that is optional */
 };
 
 /* slots[R]: each of R once, -1 past `used`. */
@@ -155,56 +154,15 @@ static moe_tensor rows_out(struct conform *c, moe_tensor *whole, int64_t dtype, 
   return head;
 }
 
-static int begin_epilogue(struct conform *c, int64_t dtype, const char *what, const struct epilogue_how *h)
-{
-  return c_begin(
-      c, dtype, "%s E=%lld R=%lld+%lld F=%lld K=%lld div=%lld split=%d kind=%lld%s %g,%g,%g%s layouts %d,%d%s%s", what,
-      (long long)h->E, (long long)h->rows, (long long)h->past, (long long)h->F, (long long)h->K, (long long)h->div,
-      h->split, (long long)h->act.kind, h->act.gated ? " gated" : "", h->act.alpha, h->act.limit, h->act.up_offset,
-      pair_names[h->pair], h->b, h->pad, h->bias ? " bias" : "", h->bare ? " bare" : "");
-}
-
-/* y is held against the activation of the h that the kernel wrote, or of any that it may have had in mind. */
-static void active_case(struct conform *c, int64_t dtype, struct epilogue_how h)
-{
-  const int64_t R = h.rows + h.past, source = R / h.div + 1, halves = h.act.gated ? 2 : 1, N = halves * h.F;
-  if (!begin_epilogue(c, dtype, "activation", &h)) return;
-  struct moe__args_ggemm_rows args = { .dtype = dtype, .R = R, .E = h.E, .N = N, .K = h.K, .div = h.div };
-  moe_tensor hidden = { 0 }, y;
-  int32_t *offs = offsets(c, h.E, h.rows, h.split), *map = slots_of(c, R, h.rows);
-  num *a = values(c, source * h.K, dtype, 0), *b = values(c, h.E * N * h.K, dtype, 0);
-  num *bias = values(c, h.E * N, dtype, 0), *v = t_nums(&c->m, R * N), *want = t_nums(&c->m, R * h.F);
-  args.epilogue = MOE__ACT;
-  args.act = h.act;
-  args.split = h.act.gated ? MOE__SPLIT_N : MOE__SPLIT_NONE;
-  args.a = c_in(c, dtype, h.pad, a, SHAPE(source, h.K));
-  pair_of(c, args.b, dtype, h.b, h.act.gated ? h.pair : WHOLE, 1, h.E, N, h.K);
-  put_pair(c, args.b, b, h.act.gated ? h.pair : WHOLE, 1, h.E, N, h.K);
-  for (int64_t i = 0; i < halves && h.bias; i++)
-    args.bias[i] = c_in(c, dtype, h.pad, h.act.gated ? half_of(c, bias, 2, i, h.E, 1, N) : bias, SHAPE(h.E, h.F));
-  args.offs = c_in_ints(c, offs, SHAPE(h.E + 1));
-  args.map = c_in_ints(c, map, SHAPE(R));
-  if (!h.bare) hidden = rows_out(c, &args.c, dtype, h.pad, R, h.rows, N);
-  y = rows_out(c, &args.y, dtype, h.pad, R, h.rows, h.F);
-  if (c_run_ggemm_rows(c, &args)) {
-    ref_ggemm_rows(v, a, b, h.bias ? bias : NULL, offs, map, h.E, N, h.K, h.div);
-    if (!h.bare) {
-      double *got = t_host(&c->m, h.rows * N, sizeof *got);
-      c_check(c, "c", &hidden, v);
-      t_get(&c->m, &hidden, got);
-      for (int64_t i = 0; i < h.rows * N; i++) v[i] = n_exact(got[i]);
-    } else
-      for (int64_t i = 0; i < h.rows * N; i++) v[i].e += ref_rounding(fabs(v[i].v) + v[i].e, dtype);
-    ref_act_fwd(want, v, h.rows, h.F, h.act);
-    c_check(c, "y", &y, want);
-  }
-  c_end(c);
-}
-
 static void act_grad_case(struct conform *c, int64_t dtype, struct epilogue_how h)
 {
   const int64_t R = h.rows + h.past, source = R / h.div + 1, N = h.act.gated ? 2 * h.F : h.F, real = c_real(dtype);
-  if (!begin_epilogue(c, dtype, "gradient", &h)) return;
+  if (!c_begin(c, dtype,
+               "gradient E=%lld R=%lld+%lld F=%lld K=%lld div=%lld split=%d kind=%lld%s %g,%g,%g layouts %d,%d%s%s",
+               (long long)h.E, (long long)h.rows, (long long)h.past, (long long)h.F, (long long)h.K, (long long)h.div,
+               h.split, (long long)h.act.kind, h.act.gated ? " gated" : "", h.act.alpha, h.act.limit, h.act.up_offset,
+               h.b, h.pad, h.accumulate ? " accumulate" : "", h.bare ? " bare" : ""))
+    return;
   struct moe__args_ggemm_rows args = { .dtype = dtype, .R = R, .E = h.E, .N = h.F, .K = h.K, .div = h.div };
   moe_tensor dh, aw = { 0 }, head;
   int32_t *offs = offsets(c, h.E, h.rows, h.split), *map = slots_of(c, R, h.rows);
@@ -228,11 +186,11 @@ static void act_grad_case(struct conform *c, int64_t dtype, struct epilogue_how 
     aw = rows_out(c, &args.aw, dtype, h.pad, R, h.rows, h.F);
     args.weights = c_in(c, real, T_ODD, weights, SHAPE(R));
     args.dweights = c_inout(c, real, T_ODD, dweights, SHAPE(R));
-    args.accumulate = h.bias;
+    args.accumulate = h.accumulate;
   }
   if (c_run_ggemm_rows(c, &args)) {
     ref_ggemm_rows(da, a, b, NULL, offs, map, h.E, h.F, h.K, h.div);
-    ref_act_bwd(want_dh, want_aw, dweights, da, hidden, h.bare ? NULL : weights, map, h.rows, h.F, h.bias, h.act,
+    ref_act_bwd(want_dh, want_aw, dweights, da, hidden, h.bare ? NULL : weights, map, h.rows, h.F, h.accumulate, h.act,
                 dtype);
     c_check(c, "dh", &dh, want_dh);
     if (!h.bare) {
@@ -259,11 +217,9 @@ static void epilogue_cases(struct conform *c, int64_t dtype)
     h.act.alpha = i % 4 == 1 ? 1.702 : 0;
     h.act.limit = i % 3 == 1 ? 1.5 : 0;
     h.act.up_offset = i % 4 == 1;
-    h.pair = i % 2 ? SEPARATE : HALVES;
-    h.b = (i % 4 < 2 ? 0 : T_SWAP) | (h.pair == SEPARATE ? T_PAD8 : 0), h.pad = i % 3 ? 0 : T_PAD8;
-    h.bias = (int)(i / 2) % 2;
+    h.b = (i % 4 < 2 ? 0 : T_SWAP) | (i % 2 ? T_PAD8 : 0), h.pad = i % 3 ? 0 : T_PAD8;
+    h.accumulate = (int)(i / 2) % 2;
     h.bare = i % 6 == 5 && h.act.limit == 0;
-    active_case(c, dtype, h);
     act_grad_case(c, dtype, h);
   }
 }
