@@ -1,7 +1,8 @@
 #!/bin/sh
-# nvcc-once.sh NVCC ARGS... : runs nvcc once where libtool asks twice.
+# nvcc-object.sh NVCC ARGS... : runs nvcc once where libtool asks twice.
 # With static libraries enabled libtool asks for DIR/.libs/X.o and then for DIR/X.o. CUDA objects are
 # position-independent either way, so the second is a copy of the first.
+# Fails too where ptxas made wgmma instructions wait for each other, which it only mentions.
 prev= out=
 for arg do
   test "x$prev" = x-o && out=$arg
@@ -14,4 +15,10 @@ case $out in
     test -f "$pic" && exec cp -f "$pic" "$out"
     ;;
 esac
-exec "$@"
+said=`"$@" 2>&1`
+status=$?
+test -z "$said" || printf '%s\n' "$said" >&2
+case $said in
+  *'Potential Performance Loss'*) rm -f "$out"; exit 1 ;;
+esac
+exit $status
