@@ -245,11 +245,11 @@ void conform_ggemm_rows(struct conform *c)
       h.whole = (int)(i + d) % 5 == 0;
       rows_case(c, dtype, h);
     }
-    /* Sizes, strides and beginnings that kernels with wide accesses take. */
+    /* Sizes, strides and beginnings that kernels with wide accesses take; the first ones fill rings of stages. */
     for (int64_t i = 0; i < (c->effort == SMALL ? 3 : 10); i++) {
-      static const int64_t aligned[][4] = { { 130, 256, 64, 4 },  { 1, 16, 8, 1 },      { 300, 128, 144, 8 },
-                                            { 257, 272, 128, 3 }, { 128, 64, 256, 33 }, { 0, 128, 64, 2 },
-                                            { 255, 520, 72, 5 },  { 129, 144, 16, 2 },  { 384, 256, 128, 1 },
+      static const int64_t aligned[][4] = { { 130, 256, 64, 4 }, { 257, 272, 328, 3 }, { 300, 128, 144, 8 },
+                                            { 1, 16, 8, 1 },     { 128, 64, 256, 33 }, { 0, 128, 64, 2 },
+                                            { 255, 520, 72, 5 }, { 129, 144, 16, 2 },  { 384, 256, 128, 1 },
                                             { 64, 16, 320, 65 } };
       struct rows_how h = {
         .E = aligned[i][3], .rows = aligned[i][0], .past = i % 3 * 40, .N = aligned[i][1], .K = aligned[i][2]
@@ -357,10 +357,10 @@ void conform_ggemm_wgrad(struct conform *c)
       h.whole = (int)(i + d) % 5 == 0;
       wgrad_case(c, dtype, i % 3 ? c_real(dtype) : c_float(dtype, i), h);
     }
-    /* Sizes, strides and beginnings that kernels with wide accesses take. */
+    /* Sizes, strides and beginnings that kernels with wide accesses take; the first ones fill rings of stages. */
     for (int64_t i = 0; i < (c->effort == SMALL ? 3 : 10); i++) {
-      static const int64_t aligned[][4] = { { 130, 128, 64, 4 }, { 1, 16, 8, 1 },     { 300, 144, 128, 8 },
-                                            { 257, 64, 264, 3 }, { 128, 32, 72, 33 }, { 0, 128, 64, 2 },
+      static const int64_t aligned[][4] = { { 130, 128, 64, 4 }, { 257, 64, 264, 1 }, { 300, 144, 128, 8 },
+                                            { 1, 16, 8, 1 },     { 128, 32, 72, 33 }, { 0, 128, 64, 2 },
                                             { 255, 272, 56, 5 }, { 129, 16, 144, 2 }, { 513, 128, 128, 1 },
                                             { 64, 8, 32, 65 } };
       struct wgrad_how h = {
