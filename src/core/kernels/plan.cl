@@ -116,7 +116,7 @@ KERNEL(plan_count)(TENSOR(int, slot2row), TENSOR(int, table), TENSOR(const int, 
   GROUP_BARRIER_GLOBAL();
 #define EXPERT_OF(i) ((i) >= until || (ask && slot2row[i] < 0) ? -1 : ids[i])
 #if STRANDS > 1
-  for (int i = from; i < until; i += STRAND) {
+  UNROLL_BY(8) for (int i = from; i < until; i += STRAND) {
     const int e = EXPERT_OF(i);
     if (e >= 0) atomic_inc(&count[e]);
   }
@@ -170,7 +170,7 @@ KERNEL(plan_place)(TENSOR(int, row2slot), TENSOR(int, slot2row), TENSOR(int, off
   for (int x = LID; x < parts * E; x += LSIZE) {
     const int e = x % E;
     int all = 0, before = 0;
-    UNROLL_BY(8) for (int c = x / E; c < chunks; c += parts) {
+    UNROLL_BY(32) for (int c = x / E; c < chunks; c += parts) { /* latencies of L2, one for 32 loads */
       const int own = table[c * E + e];
       all += own;
       before += c < chunk ? own : 0;
