@@ -77,8 +77,8 @@ typedef struct moe_activation {
 } moe_activation;
 MOE_INIT(moe_activation)
 
-/* Which kernels: SCALAR the portable FP32-accumulating ones; AUTO the best by capability (a failure is an
-   error, never retried); TENSOR matrix-unit kernels, refused at create where there are none.  TENSOR also wants
+/* Which kernels the products get: SCALAR the portable FP32-accumulating ones; AUTO the best by capability (a failure
+   is an error, never retried); TENSOR matrix-unit kernels, refused at create where there are none.  TENSOR also wants
    x, dy, biases and gradients that these kernels can read (rows contiguous, at multiples of 16 bytes): others are
    MOE_ERR_INVALID before anything runs. */
 typedef enum moe_strategy { MOE_AUTO = 0, MOE_SCALAR = 1, MOE_TENSOR = 2 } moe_strategy;

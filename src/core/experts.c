@@ -78,9 +78,8 @@ static void lay_backward(const moe_experts *e, int64_t T, int64_t wanted, struct
 }
 
 /* ---- the sequences ------------------------------------------------------------------------------------------ */
-static moe_status walk_forward(struct moe__walk *w, const moe_experts *e, int64_t T, int64_t wanted,
-                               const moe_experts_io *io, const moe_tensor *add, const struct kept *k,
-                               const struct work *s)
+static moe_status walk_forward(struct moe__walk *w, const moe_experts *e, int64_t T, const moe_experts_io *io,
+                               const moe_tensor *add, const struct kept *k, const struct work *s)
 {
   int64_t R = T * e->K, E = e->E, gated = e->act.gated, how = e->forward_strategy;
   moe_tensor health = w->q ? w->q->health : none;
@@ -117,7 +116,7 @@ static moe_status walk_backward(struct moe__walk *w, const moe_experts *e, int64
   int64_t both = MOE_GRAD_GATE | MOE_GRAD_UP, bias_both = MOE_GRAD_GATE_BIAS | MOE_GRAD_UP_BIAS;
   int fused = 0;
   if (wanted & MOE_GRAD_DOWN_BIAS)
-    STEP(w, "backward down bias", ggemm_colsum, how, .dtype = e->dtype, .c = { g->ddown_bias }, .p = g->dy,
+    STEP(w, "backward down bias", ggemm_colsum, MOE_AUTO, .dtype = e->dtype, .c = { g->ddown_bias }, .p = g->dy,
          .weights = moe__flatten(k->weights), .offs = k->offs, .map = k->row2slot, .R = R, .E = E, .N = D, .div = e->K,
          .accumulate = g->accumulate);
   if (bias_only(wanted)) return MOE_OK;
@@ -173,7 +172,7 @@ static moe_status walk_backward(struct moe__walk *w, const moe_experts *e, int64
     int split = gated && (wanted & bias_both) == bias_both;
     moe_tensor p = s->dh;
     if (gated && !split) p = moe__columns(s->dh, wanted & MOE_GRAD_UP_BIAS ? F : 0, F);
-    STEP(w, "backward up bias", ggemm_colsum, how, .dtype = e->dtype,
+    STEP(w, "backward up bias", ggemm_colsum, MOE_AUTO, .dtype = e->dtype,
          .c = { wanted & MOE_GRAD_GATE_BIAS ? g->dgate_bias : g->dup_bias, split ? g->dup_bias : none }, .p = p,
          .offs = k->offs, .R = R, .E = E, .N = split ? 2 * F : F, .split = split, .div = 1,
          .accumulate = g->accumulate);
@@ -209,7 +208,7 @@ static moe_status walk_unrun(const moe_experts *e, struct moe__walk *w, int64_t 
   g.ddown_bias = moe__matrix(at, 0, e->grad_dtype, e->E, e->D);
   state.x = io.x;
   state.logits = io.logits;
-  MOE__TRY(walk_forward(w, e, T, e->wanted, &io, NULL, &k, &s));
+  MOE__TRY(walk_forward(w, e, T, &io, NULL, &k, &s));
   return e->wanted ? walk_backward(w, e, T, e->wanted, &state, &io, &g, NULL, &k, &s) : MOE_OK;
 }
 
@@ -454,9 +453,9 @@ moe_status moe__experts_forward(moe_experts *e, moe_queue *q, const moe_experts_
   own.saved = io.saved;
   if (state) MOE__TRY(moe__struct_out(state, &own, 8, fn, "state")); /* refuse a bad struct before anything runs */
   struct moe__walk w = { .mode = MOE__CHECK, .ctx = e->ctx, .q = q };
-  if (e->forward_strategy == MOE_TENSOR) MOE__TRY(walk_forward(&w, e, T, wanted, &io, add, &k, &s));
+  if (e->forward_strategy == MOE_TENSOR) MOE__TRY(walk_forward(&w, e, T, &io, add, &k, &s));
   w.mode = MOE__RUN;
-  MOE__TRY(walk_forward(&w, e, T, wanted, &io, add, &k, &s));
+  MOE__TRY(walk_forward(&w, e, T, &io, add, &k, &s));
   MOE__TRY(e->ctx->be->flush(q->be));
   return state ? moe__struct_out(state, &own, sizeof own, fn, "state") : MOE_OK;
 }
