@@ -13,6 +13,7 @@
 #include <cuda_runtime_api.h>
 #include <cudaTypedefs.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -75,6 +76,7 @@ struct moe__queue_be {
   cudaStream_t stream;
   int own;                        /* the stream is ours */
   const struct moe__kernel *last; /* what was launched last, for the text of faults */
+  int32_t slot;                   /* moe__cuda_slot; -1: none yet */
   struct {
     const struct moe__kernel *key;
     int dtype;
@@ -470,6 +472,7 @@ static moe_status cuda_queue_open(struct moe__dev *dev, int is_lent, void *lent,
   q->dev = dev;
   q->own = !is_lent;
   q->stream = lent;
+  q->slot = -1;
   if (q->own) {
     e = enter(dev, &pushed);
     if (!e) e = cudaStreamCreateWithFlags(&q->stream, cudaStreamNonBlocking);
@@ -698,6 +701,19 @@ moe_status moe__cuda_enter(struct moe__queue_be *q, int *pushed)
 void moe__cuda_leave(struct moe__queue_be *q, int pushed)
 {
   leave(q->dev, pushed);
+}
+
+int32_t moe__cuda_slot(struct moe__queue_be *q, int32_t slots)
+{
+  static _Atomic int32_t given;
+  enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  int32_t slot = atomic_load(&given);
+  if (cudaStreamIsCapturing(q->stream, &capture)) return -1;
+  if (capture == cudaStreamCaptureStatusNone && q->slot >= 0) return q->slot;
+  while (slot < slots && !atomic_compare_exchange_weak(&given, &slot, slot + 1)) continue;
+  if (slot >= slots) return -1;
+  if (capture == cudaStreamCaptureStatusNone) q->slot = slot;
+  return slot;
 }
 
 moe_status moe__cuda_start(struct moe__queue_be *q, const struct moe__kernel *k, const struct moe__cuda_object *object,

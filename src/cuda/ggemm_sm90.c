@@ -230,6 +230,7 @@ static moe_status start_rows(moe_queue *q, const struct moe__args_ggemm_rows *a)
   p.div_shift = div.shift;
   p.E = (int32_t)a->E;
   p.split = (int32_t)a->split;
+  p.slot = tiles > fill ? moe__cuda_slot(q->be, MOE__SM90_SLOTS) : -1;
   MOE__TRY(describe_epilogue(&p, a));
   MOE__TRY(moe__cuda_start(q->be, &name, &object, tiles < fill ? tiles : fill, &p));
   return p.parts ? start_sums(q, &p, a) : MOE_OK;

@@ -5,7 +5,10 @@
 #include <cuda.h>
 #include <stdint.h>
 
-enum { MOE__SM90_EXPERTS = 1024 }; /* at most */
+enum {
+  MOE__SM90_EXPERTS = 1024, /* at most */
+  MOE__SM90_SLOTS = 65536   /* see moe__cuda_slot */
+};
 
 /* Arguments of rows_sm90.cu.  Every count is of one half where split. */
 struct moe__sm90_act {
@@ -24,6 +27,7 @@ struct moe__sm90_rows {
   int64_t bias_stride[2];
   int64_t div_mul;
   int32_t div_shift, E, N, K, split;
+  int32_t slot; /* of the counter that tiles are drawn from; -1: no counter */
   /* Of the epilogues; rows so many bytes apart. */
   struct moe__sm90_act act;
   unsigned char *dh, *aw, *parts; /* parts: FP32, by column tile; opt but dh */

@@ -25,6 +25,9 @@ int moe__cuda_object_at(int i, struct moe__cuda_object *out);
    again where enter put it on. */
 moe_status moe__cuda_enter(struct moe__queue_be *q, int *pushed);
 void moe__cuda_leave(struct moe__queue_be *q, int pushed);
+/* A number below `slots` that no other launch has which may run at the same time: the queue's own or, under capture,
+   one that is not given again.  -1 where all are given. */
+int32_t moe__cuda_slot(struct moe__queue_be *q, int32_t slots);
 /* Launches such a kernel on the queue; `k` names it in the text of faults. */
 moe_status moe__cuda_start(struct moe__queue_be *q, const struct moe__kernel *k, const struct moe__cuda_object *object,
                            int64_t groups, const void *argument);

@@ -2,10 +2,15 @@
 
    c[r,n] = sum_k a[map(r),k] b[e(r),n,k] + bias[e(r),n], 16-bit operands, sums in FP32 in ascending k.
 
-   One block for each multiprocessor takes every gridDim.x-th tile of 128 rows x 256 columns; a tile's rows are of one
+   One block for each multiprocessor takes one tile of 128 rows x 256 columns after the other; a tile's rows are of one
    expert.  Which tile is which follows from offs alone, so the host never waits.  Warps 0-3 copy operands, 64 k at a
    time, into a ring of 4 stages: b by TMA, a by TMA or, gathered, by cp.async; they run ahead into the next tile while
    warps 4-7 and 8-11, 64 rows each, multiply (wgmma) and store.  The tile's place travels with its first stage.
+
+   Block i begins with tile i and draws its further ones, in order, from a counter in device memory: neighbours in the
+   order begin at about the same time, however far the blocks have drifted apart, and find each other's operands in the
+   L2 cache.  Launches that may run at the same time have counters of their own (moe__cuda_slot); one without takes
+   every gridDim.x-th tile.  What a tile gives does not depend on who takes it when.
 
    With SPLIT_N a tile is 128 columns of each half, so gate and up of an element are sums of one thread.
    Bytes moved: each tile reads (128 + 256) * K elements, mostly from the L2 cache: tiles that run at the same time are
@@ -35,7 +40,8 @@ enum {
   FULL_AT = C_AT + 4 * BLOCK_BYTES,
   EMPTY_AT = FULL_AT + 8 * STAGES,
   PLACE_AT = EMPTY_AT + 8 * STAGES,
-  SHARED = PLACE_AT + 16 * STAGES,
+  NEXT_AT = PLACE_AT + 16 * STAGES, /* by stage and parity */
+  SHARED = NEXT_AT + 8 * STAGES,
   THREADS = 384,
   PASSES = TILE_N / 64, /* of 64 columns, and stages of h */
   SPLIT_N = 1,          /* enum moe__split */
@@ -145,19 +151,34 @@ PTX void load_h(const moe__sm90_rows &p, uint32_t to, uint32_t full, const place
   if (p.act.gated) tma_load_2d(to + A_BYTES, &p.h[1], full, n, t.row);
 }
 
-/* Warp 0 alone, or the first four warps where a is gathered. */
+/* Where a number that travels with a stage lies. */
+PTX int next_at(const ring &r)
+{
+  return NEXT_AT + 8 * r.stage + 4 * r.parity;
+}
+
+/* By slot: tiles drawn, 0 between launches. */
+__device__ unsigned counters[MOE__SM90_SLOTS];
+
+/* Warp 0 alone, or the first four warps where a is gathered.  For each tile one is drawn, by the block that has it,
+   so that the last of all draws sets the counter back to 0.  The number travels with a stage: the last but three of
+   the tile, which has arrived when the next tile may begin, and two after the draw, so that nobody waits for the
+   atomic.  Its place is written again 8 stages later at the earliest; by then all who read it have copied for the
+   one 4 later, which is of another tile. */
 template <bool gathered, bool n_first, int epilogue>
 PTX void copy_operands(const moe__sm90_rows &p, unsigned char *shared)
 {
   const int thread = threadIdx.x, lane = thread % 32, unit = thread % 8;
   const uint32_t base = shared_address(shared);
   const int halves = p.split == SPLIT_K ? 2 : 1, steps = (p.K + STEP - 1) / STEP;
-  const int behind = epilogue == ACT_GRAD ? PASSES : 0;
+  const int all = halves * steps + (epilogue == ACT_GRAD ? PASSES : 0); /* stages of a tile */
   const schedule tiles(p, lane);
   const unsigned char *from[8]; /* rows thread/8 + 16*i of the tile */
-  ring r = { 0, 1 };
-  for (int tile = blockIdx.x;; tile += gridDim.x) {
+  ring r = { 0, 1 }, told = r;
+  int tile = blockIdx.x;
+  for (;;) {
     place t = { -1, 0, 0, 0 };
+    unsigned drawn = 0;
     if (tile < tiles.total) t = tiles.at(tile, lane);
     if (gathered && t.e >= 0)
 #pragma unroll
@@ -167,14 +188,17 @@ PTX void copy_operands(const moe__sm90_rows &p, unsigned char *shared)
         if (row < t.rows)
           from[i] = p.x + ((uint64_t)__ldg(p.map + t.row + row) * p.div_mul >> p.div_shift) * p.x_stride + unit * 16;
       }
-    for (int s = 0; s < (t.e < 0 ? 1 : halves * steps + behind); s++) {
+    for (int s = 0; s < (t.e < 0 ? 1 : all); s++) {
       const uint32_t full = base + FULL_AT + 8 * r.stage, to = base + r.stage * STAGE_BYTES;
       const int half = s >= steps, k = (s - half * steps) * STEP;
       if (gathered || lane == 0) barrier_wait(base + EMPTY_AT + 8 * r.stage, r.parity);
       if (thread == 0) {
+        const bool draws = p.slot >= 0 && t.e >= 0;
         if (s == 0) *(place *)(shared + PLACE_AT + 16 * r.stage) = t;
+        if (draws && s == max(all - STAGES - 2, 0)) drawn = atomicInc(counters + p.slot, tiles.total - 1);
+        if (draws && s == max(all - STAGES, 0)) *(int *)(shared + next_at(r)) = gridDim.x + drawn;
         if (t.e < 0) barrier_arrive(full);
-        else if (behind && s >= halves * steps) load_h(p, to, full, t, s - halves * steps);
+        else if (epilogue == ACT_GRAD && s >= halves * steps) load_h(p, to, full, t, s - halves * steps);
         else {
           barrier_arrive_expect(full, gathered ? STAGE_BYTES - A_BYTES : STAGE_BYTES);
           load_b<n_first>(p, to + A_BYTES, full, t, half, k);
@@ -182,7 +206,7 @@ PTX void copy_operands(const moe__sm90_rows &p, unsigned char *shared)
         }
       }
       if (gathered) {
-        if (t.e >= 0 && !(behind && s >= halves * steps)) {
+        if (t.e >= 0 && !(epilogue == ACT_GRAD && s >= halves * steps)) {
           const bool there = k + unit * 8 < p.K;
           const int64_t at = ((int64_t)half * p.K + k) * 2;
 #pragma unroll
@@ -192,9 +216,18 @@ PTX void copy_operands(const moe__sm90_rows &p, unsigned char *shared)
         }
         barrier_arrive_copies(full);
       }
+      if (s == max(all - STAGES, 0)) told = r;
       r.next();
     }
     if (t.e < 0) return;
+    tile += gridDim.x;
+    if (p.slot >= 0) {
+      if (lane == 0) { /* without a map it alone has waited for stages, and the others may be phases ahead */
+        barrier_wait(base + FULL_AT + 8 * told.stage, told.parity ^ 1);
+        tile = *(const int *)(shared + next_at(told));
+      }
+      tile = __shfl_sync(~0u, tile, 0);
+    }
   }
 }
 
@@ -430,10 +463,10 @@ __global__ void __launch_bounds__(THREADS, 1) rows(const __grid_constant__ moe__
   }
   __syncthreads();
   if (threadIdx.x < 128) {
-    registers_down<gathered ? 56 : 40>();
+    registers_down<56>();
     if (gathered || threadIdx.x < 32) copy_operands<gathered, n_first, epilogue>(p, shared);
   } else {
-    registers_up<gathered ? 224 : 232>();
+    registers_up<224>();
     multiply<half, gathered, n_first, epilogue>(p, shared, threadIdx.x / 128 - 1);
   }
 }
