@@ -224,6 +224,31 @@ static void epilogue_cases(struct conform *c, int64_t dtype)
   }
 }
 
+/* For kernels with large tiles: many rows of an expert, and more tiles than a GPU works on at once. */
+static void tile_cases(struct conform *c, int64_t dtype)
+{
+  static const int64_t sizes[][4] = {
+    /* rows, N, K, E */
+    { 1100, 272, 144, 2 },
+    { 200, 528, 320, 65 },
+    { 520, 5648, 80, 1 },
+    { 1600, 272, 208, 3 },
+  };
+  for (int64_t i = 0; i < (c->effort == SMALL ? 1 : 4); i++) {
+    const int64_t *s = sizes[i], k = i + (dtype == MOE_F16);
+    struct rows_how h = { .E = s[3], .rows = s[0], .past = i * 8, .N = s[1], .K = s[2], .div = k % 3 };
+    struct epilogue_how with = { .E = s[3], .rows = s[0], .past = i * 8, .F = s[1], .K = s[2], .div = 1 + k % 2 };
+    h.split = with.split = i == 3 ? RANDOM : EVEN;
+    h.parts = (int)((k + 1) % 3);
+    h.pair = h.parts ? HALVES : WHOLE;
+    h.b = with.b = k % 2 ? T_SWAP : 0;
+    rows_case(c, dtype, h);
+    with.act.kind = MOE__ACT_SILU;
+    with.act.gated = i != 2;
+    act_grad_case(c, dtype, with);
+  }
+}
+
 void conform_ggemm_rows(struct conform *c)
 {
   static const int64_t rows[] = { 5, 0, 1, 65, 33, 130, 9, 64, 3, 127 };
@@ -264,6 +289,7 @@ void conform_ggemm_rows(struct conform *c)
       rows_case(c, dtype, h);
     }
     epilogue_cases(c, dtype);
+    if (c->tensor) tile_cases(c, dtype);
     if (c->effort == SMALL) continue;
     /* As the library calls it: halves of [E,2F,D] forward with a map, transposed views backward; many experts. */
     struct rows_how up = { 8, 200, 0, 96, 64, RANDOM, 2, MOE__SPLIT_N, HALVES, 0, 0, 0, 0, 0 };
