@@ -194,18 +194,25 @@ static moe_status start_sums(moe_queue *q, const struct moe__sm90_rows *rows, co
   return moe__cuda_start(q->be, &name, &object, moe__ceil_div(a->R, k->threads), &p);
 }
 
+/* Whether clusters of two blocks, with neighbouring rows of an expert, share what they read of b.  The last of an
+   expert's rows may leave them with little to share. */
+static int in_pairs(const struct moe__args_ggemm_rows *a)
+{
+  return a->R >= 4 * SIDE * a->E;
+}
+
 static moe_status start_rows(moe_queue *q, const struct moe__args_ggemm_rows *a)
 {
   static const struct moe__kernel name = { "sm90_rows", "rows" };
   const int sn = a->split == MOE__SPLIT_N, sk = a->split == MOE__SPLIT_K, by_n = n_first(a);
-  const int f16 = a->dtype == MOE_F16;
+  const int f16 = a->dtype == MOE_F16, pairs = in_pairs(a), blocks = 1 + pairs;
   const struct moe__sm90_kernel *k = a->epilogue == MOE__ACT_GRAD
-                                         ? &moe__sm90_act_grad_kernels[f16][by_n]
-                                         : &moe__sm90_rows_kernels[f16][a->map.handle != NULL][by_n];
+                                         ? &moe__sm90_act_grad_kernels[pairs][f16][by_n]
+                                         : &moe__sm90_rows_kernels[pairs][f16][a->map.handle != NULL][by_n];
   const struct moe__cuda_object object = { name.program, k->function, k->threads, k->shared };
   const struct moe__divisor div = moe__divide(a->map.handle ? a->div : 1);
-  const int64_t tiles = (a->R / SIDE + (a->E < a->R ? a->E : a->R)) * column_tiles(a);
-  const int64_t fill = q->ctx->info->pub.compute_units;
+  const int64_t tiles = (a->R / (blocks * SIDE) + (a->E < a->R ? a->E : a->R)) * column_tiles(a); /* of clusters */
+  const int64_t fill = q->ctx->info->pub.compute_units / blocks;
   const int stored = a->epilogue == MOE__PLAIN;
   struct moe__sm90_rows p;
   memset(&p, 0, sizeof p);
@@ -232,7 +239,7 @@ static moe_status start_rows(moe_queue *q, const struct moe__args_ggemm_rows *a)
   p.split = (int32_t)a->split;
   p.slot = tiles > fill ? moe__cuda_slot(q->be, MOE__SM90_SLOTS) : -1;
   MOE__TRY(describe_epilogue(&p, a));
-  MOE__TRY(moe__cuda_start(q->be, &name, &object, tiles < fill ? tiles : fill, &p));
+  MOE__TRY(moe__cuda_start(q->be, &name, &object, blocks * (tiles < fill ? tiles : fill), &p));
   return p.parts ? start_sums(q, &p, a) : MOE_OK;
 }
 

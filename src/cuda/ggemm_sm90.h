@@ -72,10 +72,10 @@ struct moe__sm90_kernel {
 #ifdef __cplusplus
 extern "C" {
 #endif
-/* [f16][gathered][B by N]. */
-extern const struct moe__sm90_kernel moe__sm90_rows_kernels[2][2][2];
-/* With an activation, its gradient: [f16][B by N]; a is gathered. */
-extern const struct moe__sm90_kernel moe__sm90_act_grad_kernels[2][2];
+/* [clusters of 2 blocks][f16][gathered][B by N]. */
+extern const struct moe__sm90_kernel moe__sm90_rows_kernels[2][2][2][2];
+/* With the gradient of an activation: [clusters of 2 blocks][f16][B by N]; a is gathered. */
+extern const struct moe__sm90_kernel moe__sm90_act_grad_kernels[2][2][2];
 extern const struct moe__sm90_kernel moe__sm90_sums_kernel;
 /* [f16][c in FP32]. */
 extern const struct moe__sm90_kernel moe__sm90_wgrad_kernels[2][2];

@@ -21,8 +21,9 @@ int moe__cuda_object_at(int i, struct moe__cuda_object *out)
     const struct moe__sm90_kernel *kernels;
     int n;
   } sets[] = {
-    { "sm90_rows", &moe__sm90_rows_kernels[0][0][0], sizeof moe__sm90_rows_kernels / sizeof(struct moe__sm90_kernel) },
-    { "sm90_rows", &moe__sm90_act_grad_kernels[0][0],
+    { "sm90_rows", &moe__sm90_rows_kernels[0][0][0][0],
+      sizeof moe__sm90_rows_kernels / sizeof(struct moe__sm90_kernel) },
+    { "sm90_rows", &moe__sm90_act_grad_kernels[0][0][0],
       sizeof moe__sm90_act_grad_kernels / sizeof(struct moe__sm90_kernel) },
     { "sm90_rows", &moe__sm90_sums_kernel, 1 },
     { "sm90_wgrad", &moe__sm90_wgrad_kernels[0][0], sizeof moe__sm90_wgrad_kernels / sizeof(struct moe__sm90_kernel) },

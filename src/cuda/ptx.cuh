@@ -37,6 +37,11 @@ PTX void barrier_arrive_expect(uint32_t bar, int bytes)
 {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
+/* Announces bytes without arriving. */
+PTX void barrier_expect(uint32_t bar, int bytes)
+{
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
 /* Arrives once this thread's cp.async copies so far are done. */
 PTX void barrier_arrive_copies(uint32_t bar)
 {
@@ -74,6 +79,16 @@ PTX uint32_t block_of_cluster()
   uint32_t i;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(i));
   return i;
+}
+/* Writes v to that address in block `block` of the cluster, and counts 4 bytes on the barrier at `bar` there. */
+PTX void store_at(uint32_t to, uint32_t bar, uint32_t block, int v)
+{
+  asm volatile("{\n\t.reg .b32 there, b;\n\t"
+               "mapa.shared::cluster.u32 there, %0, %2;\n\t"
+               "mapa.shared::cluster.u32 b, %1, %2;\n\t"
+               "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %3, [b];\n\t}" ::"r"(to),
+               "r"(bar), "r"(block), "r"(v)
+               : "memory");
 }
 /* Barrier `id` (1 to 15) of so many threads of the block. */
 PTX void named_barrier(int id, int threads)

@@ -12,14 +12,19 @@
    L2 cache.  Launches that may run at the same time have counters of their own (moe__cuda_slot); one without takes
    every gridDim.x-th tile.  What a tile gives does not depend on who takes it when.
 
-   With SPLIT_N a tile is 128 columns of each half, so gate and up of an element are sums of one thread.
-   Bytes moved: each tile reads (128 + 256) * K elements, mostly from the L2 cache: tiles that run at the same time are
-   up to 8 row tiles by as many column tiles as fill the device.  Rows past the expert's end are read where a is not
-   gathered, and never written; a tile of at most 64 rows costs half of the multiplications.
+   In clusters of two blocks (kernels `pairs`) a tile is 256 rows, 128 for each block, or half of them for each where no
+   more than 128 are left of an expert.  Each block copies the b of half of the columns, to both: b comes from the L2
+   cache once for both, and a stage is free where both have multiplied it.
 
-   Epilogues (enum moe__epilogue): with ACT_GRAD the sums pass through the same blocks in FP32, 64 columns at a time; h comes
-   through the ring of stages, behind the tile's operands.  There threads hold 8 neighbours of a row, and write 16 bytes
-   each: 128 in a row. */
+   With SPLIT_N a tile is 128 columns of each half, so gate and up of an element are sums of one thread.
+   Bytes moved: a block's tile reads (128 + 256) * K elements, in clusters (128 + 128) * K, mostly from the L2 cache:
+   tiles that run at the same time are up to 8 row tiles by as many column tiles as fill the device.  Rows past the
+   expert's end are read where a is not gathered, and never written; a tile of at most 64 rows costs half of the
+   multiplications.
+
+   Epilogues (enum moe__epilogue): with ACT_GRAD the sums pass through the same blocks in FP32, 64 columns at a time; h
+   comes through the ring of stages, behind the tile's operands.  There threads hold 8 neighbours of a row, and write 16
+   bytes each: 128 in a row. */
 #include "cuda/act.cuh"
 #include "cuda/ggemm_sm90.h"
 #include "cuda/ptx.cuh"
@@ -31,7 +36,7 @@ enum {
   TILE_M = 128,
   TILE_N = 256,
   STEP = 64, /* k of a stage: rows of 128 bytes */
-  GROUP = 8, /* row tiles that share a column tile, one after the other */
+  GROUP = 8, /* row tiles that share a column tile, at the same time or one after the other */
   STAGES = 4,
   A_BYTES = TILE_M * STEP * 2,
   STAGE_BYTES = A_BYTES + TILE_N * STEP * 2,
@@ -59,7 +64,7 @@ struct ring {
   }
 };
 
-/* Where a tile lies: its expert, first row, rows (1 to 128), column tile.  Expert -1: there are no more. */
+/* Where a block's tile lies: its expert, first row, rows (0 to 128), column tile.  Expert -1: there are no more. */
 struct place {
   int e, row, rows, column;
 };
@@ -72,15 +77,18 @@ PTX place read_place(const unsigned char *from, int lane)
            __shfl_sync(~0u, words.w, 0) };
 }
 
-/* All tiles in order of their experts.  The lanes of a warp share the experts out, `per` to each. */
-struct schedule {
+/* All tiles in order of their experts, those of the blocks of a cluster as one: neighbouring rows of an expert, half
+   for each block where there are no more than one block takes.  The lanes of a warp share the experts out, `per` to
+   each. */
+template <int blocks> struct schedule {
+  enum { ROWS = blocks * TILE_M, SIZE = GROUP / blocks };
   const int32_t *offs;
   int E, columns, per, before; /* before: row tiles of the experts of lower lanes */
   int total;                   /* tiles */
 
   __device__ __forceinline__ int row_tiles(int e) const
   {
-    return (__ldg(offs + e + 1) - __ldg(offs + e) + TILE_M - 1) / TILE_M;
+    return (__ldg(offs + e + 1) - __ldg(offs + e) + ROWS - 1) / ROWS;
   }
   static __device__ __forceinline__ int scan(int v, int lane)
   {
@@ -102,8 +110,8 @@ struct schedule {
     before = sum - own;
     total = __shfl_sync(~0u, sum, 31) * columns;
   }
-  /* Of a tile below total; called by whole warps. */
-  __device__ __forceinline__ place at(int tile, int lane) const
+  /* What block `rank` of the cluster has of a tile below total; called by whole warps. */
+  __device__ __forceinline__ place at(int tile, int lane, int rank) const
   {
     const int holder = __popc(__ballot_sync(~0u, before * columns <= tile)) - 1;
     const int e = holder * per + lane, here = lane < per && e < E;
@@ -112,29 +120,39 @@ struct schedule {
     const int found = __popc(__ballot_sync(~0u, here && start * columns <= tile)) - 1;
     const int tiles = __shfl_sync(~0u, own, found);
     const int within = tile - __shfl_sync(~0u, start, found) * columns;
-    const int group = within / (GROUP * columns), rest = within % (GROUP * columns);
-    const int size = min(GROUP, tiles - group * GROUP);
+    const int group = within / (SIZE * columns), rest = within % (SIZE * columns);
+    const int size = min(SIZE, tiles - group * SIZE);
     place t;
     t.e = holder * per + found;
-    t.row = __ldg(offs + t.e) + (group * GROUP + rest % size) * TILE_M;
-    t.rows = min(TILE_M, __ldg(offs + t.e + 1) - t.row);
+    const int first = __ldg(offs + t.e) + (group * SIZE + rest % size) * ROWS, end = __ldg(offs + t.e + 1);
+    const int most = blocks > 1 && end - first <= TILE_M ? TILE_M / 2 : TILE_M;
+    t.row = first + rank * most;
+    t.rows = max(0, min(most, end - t.row));
     t.column = rest / size;
     return t;
   }
 };
 
-/* Announces nothing and begins the copies of b[e, n.., k..k+63] of `half`. */
-template <bool n_first>
-PTX void load_b(const moe__sm90_rows &p, uint32_t to, uint32_t full, const place &t, int half, int k)
+template <int blocks> PTX void load_box(uint32_t to, const CUtensorMap *map, uint32_t full, int x, int y, int z)
+{
+  if (blocks > 1) tma_load_3d_both(to, map, full, x, y, z);
+  else tma_load_3d(to, map, full, x, y, z);
+}
+/* Announces nothing and begins the copies of b[e, n.., k..k+63] of `half`; in a cluster each block those of half of
+   the columns, to both. */
+template <bool n_first, int blocks>
+PTX void load_b(const moe__sm90_rows &p, uint32_t to, uint32_t full, const place &t, int half, int k, int rank)
 {
 #pragma unroll
-  for (int j = 0; j < 2; j++) {
+  for (int i = 0; i < 2 / blocks; i++) {
+    const int j = blocks > 1 ? rank : i;
     const CUtensorMap *map = &p.b[p.split == SPLIT_N ? j : half];
     const int n = p.split == SPLIT_N ? t.column * (TILE_N / 2) : t.column * TILE_N + j * (TILE_N / 2);
+    const uint32_t at = to + 2 * j * BLOCK_BYTES;
     if (n_first) {
-      tma_load_3d(to + 2 * j * BLOCK_BYTES, map, full, n, k, t.e);
-      tma_load_3d(to + (2 * j + 1) * BLOCK_BYTES, map, full, n + 64, k, t.e);
-    } else tma_load_3d(to + 2 * j * BLOCK_BYTES, map, full, k, n, t.e);
+      load_box<blocks>(at, map, full, n, k, t.e);
+      load_box<blocks>(at + BLOCK_BYTES, map, full, n + 64, k, t.e);
+    } else load_box<blocks>(at, map, full, k, n, t.e);
   }
 }
 
@@ -156,30 +174,42 @@ PTX int next_at(const ring &r)
 {
   return NEXT_AT + 8 * r.stage + 4 * r.parity;
 }
+/* Gives it to a stage of each block of the cluster, by a thread of each, before that arrives. */
+template <int blocks> PTX void tell(unsigned char *shared, const ring &r, int rank, int number)
+{
+  const uint32_t base = shared_address(shared), full = base + FULL_AT + 8 * r.stage;
+  if (blocks == 1) *(int *)(shared + next_at(r)) = number;
+  else {
+    barrier_expect(full, 4);
+    if (rank == 0)
+      for (int block = 0; block < blocks; block++) store_at(base + next_at(r), full, block, number);
+  }
+}
 
 /* By slot: tiles drawn, 0 between launches. */
 __device__ unsigned counters[MOE__SM90_SLOTS];
 
-/* Warp 0 alone, or the first four warps where a is gathered.  For each tile one is drawn, by the block that has it,
-   so that the last of all draws sets the counter back to 0.  The number travels with a stage: the last but three of
-   the tile, which has arrived when the next tile may begin, and two after the draw, so that nobody waits for the
-   atomic.  Its place is written again 8 stages later at the earliest; by then all who read it have copied for the
-   one 4 later, which is of another tile. */
-template <bool gathered, bool n_first, int epilogue>
+/* Warp 0 alone, or the first four warps where a is gathered.  For each tile one is drawn, by the cluster that has
+   it, so that the last of all draws sets the counter back to 0.  The number travels with a stage, to both blocks
+   like b: the last but three of the tile, which has arrived when the next tile may begin, and two after the draw, so
+   that nobody waits for the atomic.  Its place is written again 8 stages later at the earliest; by then all who read
+   it have copied for the one 4 later, which is of another tile. */
+template <bool gathered, bool n_first, int epilogue, int blocks>
 PTX void copy_operands(const moe__sm90_rows &p, unsigned char *shared)
 {
   const int thread = threadIdx.x, lane = thread % 32, unit = thread % 8;
+  const int rank = blocks > 1 ? block_of_cluster() : 0, clusters = gridDim.x / blocks;
   const uint32_t base = shared_address(shared);
   const int halves = p.split == SPLIT_K ? 2 : 1, steps = (p.K + STEP - 1) / STEP;
   const int all = halves * steps + (epilogue == ACT_GRAD ? PASSES : 0); /* stages of a tile */
-  const schedule tiles(p, lane);
+  const schedule<blocks> tiles(p, lane);
   const unsigned char *from[8]; /* rows thread/8 + 16*i of the tile */
   ring r = { 0, 1 }, told = r;
-  int tile = blockIdx.x;
+  int tile = blockIdx.x / blocks;
   for (;;) {
     place t = { -1, 0, 0, 0 };
     unsigned drawn = 0;
-    if (tile < tiles.total) t = tiles.at(tile, lane);
+    if (tile < tiles.total) t = tiles.at(tile, lane, rank);
     if (gathered && t.e >= 0)
 #pragma unroll
       for (int i = 0; i < 8; i++) {
@@ -195,13 +225,13 @@ PTX void copy_operands(const moe__sm90_rows &p, unsigned char *shared)
       if (thread == 0) {
         const bool draws = p.slot >= 0 && t.e >= 0;
         if (s == 0) *(place *)(shared + PLACE_AT + 16 * r.stage) = t;
-        if (draws && s == max(all - STAGES - 2, 0)) drawn = atomicInc(counters + p.slot, tiles.total - 1);
-        if (draws && s == max(all - STAGES, 0)) *(int *)(shared + next_at(r)) = gridDim.x + drawn;
+        if (draws && rank == 0 && s == max(all - STAGES - 2, 0)) drawn = atomicInc(counters + p.slot, tiles.total - 1);
+        if (draws && s == max(all - STAGES, 0)) tell<blocks>(shared, r, rank, clusters + drawn);
         if (t.e < 0) barrier_arrive(full);
         else if (epilogue == ACT_GRAD && s >= halves * steps) load_h(p, to, full, t, s - halves * steps);
         else {
           barrier_arrive_expect(full, gathered ? STAGE_BYTES - A_BYTES : STAGE_BYTES);
-          load_b<n_first>(p, to + A_BYTES, full, t, half, k);
+          load_b<n_first, blocks>(p, to + A_BYTES, full, t, half, k, rank);
           if (!gathered) tma_load_2d(to, &p.a[half], full, k, t.row);
         }
       }
@@ -220,7 +250,7 @@ PTX void copy_operands(const moe__sm90_rows &p, unsigned char *shared)
       r.next();
     }
     if (t.e < 0) return;
-    tile += gridDim.x;
+    tile += clusters;
     if (p.slot >= 0) {
       if (lane == 0) { /* without a map it alone has waited for stages, and the others may be phases ahead */
         barrier_wait(base + FULL_AT + 8 * told.stage, told.parity ^ 1);
@@ -321,10 +351,17 @@ PTX void get_sums(float (&v)[8], uint32_t at)
   }
 }
 
+/* Gives a stage back, in a cluster to both blocks, whose copies fill both: lane 0 its own, lane 1 the other's. */
+template <int blocks> PTX void give_back(uint32_t empty, int lane)
+{
+  if (blocks == 1 && lane == 0) barrier_arrive(empty);
+  if (blocks > 1 && lane < blocks) barrier_arrive_at(empty, block_of_cluster() ^ lane);
+}
+
 /* dh, aw and the row's share of <da, a> from da, the sums.  A warp takes the 16 rows whose sums it has, 4 at a time:
    8 lanes have a row's 64 columns, and lane i of them keeps what belongs to their row i of 4. */
-template <bool half>
-PTX void store_gradient(const moe__sm90_rows &p, const float (&d)[128], const place &t, uint32_t base, uint32_t blocks,
+template <bool half, int blocks>
+PTX void store_gradient(const moe__sm90_rows &p, const float (&d)[128], const place &t, uint32_t base, uint32_t store,
                         int group, ring &r)
 {
   const int thread = threadIdx.x % 128, lane = thread % 32, unit = thread % 8;
@@ -337,13 +374,13 @@ PTX void store_gradient(const moe__sm90_rows &p, const float (&d)[128], const pl
 #pragma unroll 1
   for (int pass = 0; pass < PASSES; pass++) {
     const int column = t.column * TILE_N + 64 * pass + 8 * unit;
-    uint32_t sums = blocks + there, gates = base + r.stage * STAGE_BYTES + group * BLOCK_BYTES + there;
+    uint32_t sums = store + there, gates = base + r.stage * STAGE_BYTES + group * BLOCK_BYTES + there;
     unsigned char *dh = p.dh + (row + first) * p.dh_stride + column * 2;
     unsigned char *aw = p.aw + (row + first) * p.aw_stride + column * 2;
-    if (pass == 0) put_sums(d, 0, blocks);
-    else if (pass == 1) put_sums(d, 1, blocks);
-    else if (pass == 2) put_sums(d, 2, blocks);
-    else put_sums(d, 3, blocks);
+    if (pass == 0) put_sums(d, 0, store);
+    else if (pass == 1) put_sums(d, 1, store);
+    else if (pass == 2) put_sums(d, 2, store);
+    else put_sums(d, 3, store);
     __syncwarp();
     barrier_wait(base + FULL_AT + 8 * r.stage, r.parity);
 #pragma unroll 1
@@ -389,17 +426,17 @@ PTX void store_gradient(const moe__sm90_rows &p, const float (&d)[128], const pl
       aw += 4 * p.aw_stride;
     }
     __syncwarp(); /* every lane has read the stage and the blocks */
-    if (lane == 0) barrier_arrive(base + EMPTY_AT + 8 * r.stage);
+    give_back<blocks>(base + EMPTY_AT + 8 * r.stage, lane);
     r.next();
   }
   if (p.parts && unit < 4 && own < rows) ((float *)(p.parts + (row + own) * p.parts_stride))[t.column] = share;
 }
 
 /* A warpgroup: rows 64*group.. of each tile. */
-template <bool half, bool gathered, bool n_first, int epilogue>
+template <bool half, bool gathered, bool n_first, int epilogue, int blocks>
 PTX void multiply(const moe__sm90_rows &p, unsigned char *shared, int group)
 {
-  const uint32_t base = shared_address(shared), blocks = base + C_AT + 2 * group * BLOCK_BYTES;
+  const uint32_t base = shared_address(shared), store = base + C_AT + 2 * group * BLOCK_BYTES;
   const int lane = threadIdx.x % 32, steps = (p.split == SPLIT_K ? 2 : 1) * ((p.K + STEP - 1) / STEP);
   float d[128];
   ring r = { 0, 0 };
@@ -424,35 +461,34 @@ PTX void multiply(const moe__sm90_rows &p, unsigned char *shared, int group)
           wgmma_256<half, 0, n_first>(d, a + k * (32 >> 4), b + k * ((n_first ? 2048 : 32) >> 4), s + k > 0);
         wgmma_commit();
         wgmma_wait<1>();
-        if (s > 0 && lane == 0) barrier_arrive(base + EMPTY_AT + 8 * last);
+        if (s > 0) give_back<blocks>(base + EMPTY_AT + 8 * last, lane);
         last = r.stage;
         r.next();
       }
       wgmma_wait<0>();
       wgmma_hold(d);
-      if (lane == 0) barrier_arrive(base + EMPTY_AT + 8 * last);
-      if constexpr (epilogue == ACT_GRAD) store_gradient<half>(p, d, t, base, blocks, group, r);
-      else store_tile<half>(p, d, t, blocks, group, turn);
+      give_back<blocks>(base + EMPTY_AT + 8 * last, lane);
+      if constexpr (epilogue == ACT_GRAD) store_gradient<half, blocks>(p, d, t, base, store, group, r);
+      else store_tile<half>(p, d, t, store, group, turn);
     } else
       for (int s = 0; s < steps + (epilogue == ACT_GRAD ? PASSES : 0); s++) {
         barrier_wait(base + FULL_AT + 8 * r.stage, r.parity);
         __syncwarp(); /* every lane has seen the phase, which then may pass */
-        if (lane == 0) barrier_arrive(base + EMPTY_AT + 8 * r.stage);
+        give_back<blocks>(base + EMPTY_AT + 8 * r.stage, lane);
         r.next();
       }
   }
   if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
 }
 
-template <bool half, bool gathered, bool n_first, int epilogue>
-__global__ void __launch_bounds__(THREADS, 1) rows(const __grid_constant__ moe__sm90_rows p)
+template <bool half, bool gathered, bool n_first, int epilogue, int blocks> PTX void run(const moe__sm90_rows &p)
 {
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t base = shared_address(shared);
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
       barrier_init(base + FULL_AT + 8 * s, gathered ? 1 + 128 : 1);
-      barrier_init(base + EMPTY_AT + 8 * s, 8); /* warps that multiply */
+      barrier_init(base + EMPTY_AT + 8 * s, 8 * blocks); /* warps that multiply */
     }
     barrier_init_fence();
     for (int i = 0; i < 2; i++) {
@@ -461,14 +497,27 @@ __global__ void __launch_bounds__(THREADS, 1) rows(const __grid_constant__ moe__
       prefetch_map(epilogue == ACT_GRAD ? &p.h[i] : &p.c[i]);
     }
   }
-  __syncthreads();
+  if (blocks > 1) cluster_barrier();
+  else __syncthreads();
   if (threadIdx.x < 128) {
     registers_down<56>();
-    if (gathered || threadIdx.x < 32) copy_operands<gathered, n_first, epilogue>(p, shared);
+    if (gathered || threadIdx.x < 32) copy_operands<gathered, n_first, epilogue, blocks>(p, shared);
   } else {
     registers_up<224>();
-    multiply<half, gathered, n_first, epilogue>(p, shared, threadIdx.x / 128 - 1);
+    multiply<half, gathered, n_first, epilogue, blocks>(p, shared, threadIdx.x / 128 - 1);
   }
+  if (blocks > 1) cluster_barrier(); /* the other block may still copy to this one, or arrive here */
+}
+
+template <bool half, bool gathered, bool n_first, int epilogue>
+__global__ void __launch_bounds__(THREADS, 1) rows(const __grid_constant__ moe__sm90_rows p)
+{
+  run<half, gathered, n_first, epilogue, 1>(p);
+}
+template <bool half, bool gathered, bool n_first, int epilogue>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) pairs(const __grid_constant__ moe__sm90_rows p)
+{
+  run<half, gathered, n_first, epilogue, 2>(p);
 }
 
 /* A thread for a row: what its column tiles gave, in their order. */
@@ -484,23 +533,25 @@ __global__ void sums(const __grid_constant__ moe__sm90_sums p)
 
 } // namespace
 
-#define KERNEL_WITH(half, gathered, n_first, epilogue)                                                                 \
+#define KERNEL_WITH(kernel, half, gathered, n_first, epilogue)                                                         \
   {                                                                                                                    \
-    (const void *)rows<half, gathered, n_first, epilogue>, THREADS, SHARED                                             \
+    (const void *)kernel<half, gathered, n_first, epilogue>, THREADS, SHARED                                           \
   }
-#define KERNEL(half, gathered, n_first) KERNEL_WITH(half, gathered, n_first, PLAIN)
-#define GATHERED(half, epilogue)                                                                                       \
+#define BY_N(kernel, half, gathered, epilogue)                                                                         \
   {                                                                                                                    \
-    KERNEL_WITH(half, true, false, epilogue), KERNEL_WITH(half, true, true, epilogue)                                  \
+    KERNEL_WITH(kernel, half, gathered, false, epilogue), KERNEL_WITH(kernel, half, gathered, true, epilogue)          \
   }
-#define KERNELS(half)                                                                                                  \
+#define KERNELS(kernel, half)                                                                                          \
   {                                                                                                                    \
-    { KERNEL(half, false, false), KERNEL(half, false, true) },                                                         \
-    {                                                                                                                  \
-      KERNEL(half, true, false), KERNEL(half, true, true)                                                              \
-    }                                                                                                                  \
+    BY_N(kernel, half, false, PLAIN), BY_N(kernel, half, true, PLAIN)                                                  \
   }
-extern "C" const struct moe__sm90_kernel moe__sm90_rows_kernels[2][2][2] = { KERNELS(false), KERNELS(true) };
-extern "C" const struct moe__sm90_kernel moe__sm90_act_grad_kernels[2][2] = { GATHERED(false, ACT_GRAD),
-                                                                              GATHERED(true, ACT_GRAD) };
+#define GATHERED(kernel, epilogue)                                                                                     \
+  {                                                                                                                    \
+    BY_N(kernel, false, true, epilogue), BY_N(kernel, true, true, epilogue)                                            \
+  }
+extern "C" const struct moe__sm90_kernel moe__sm90_rows_kernels[2][2][2][2] = {
+  { KERNELS(rows, false), KERNELS(rows, true) }, { KERNELS(pairs, false), KERNELS(pairs, true) }
+};
+extern "C" const struct moe__sm90_kernel moe__sm90_act_grad_kernels[2][2][2] = { GATHERED(rows, ACT_GRAD),
+                                                                                 GATHERED(pairs, ACT_GRAD) };
 extern "C" const struct moe__sm90_kernel moe__sm90_sums_kernel = { (const void *)sums, 256, 0 };
