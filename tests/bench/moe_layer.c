@@ -51,6 +51,7 @@ static const char usage[] =
     "  --graph             also as replayed CUDA graphs (the shape small always is)\n"
     "  --steps             also print each step of the calls\n"
     "  --no-ops            without the single operations\n"
+    "  --products          also the branch's products, by each implementation on matrix units\n"
     "  --no-branch         without the branch\n"
     "  --cuda-libs DIR     where libcudart.so and libcublas.so are looked for first\n"
     "  --json FILE         everything as one JSON object\n"
@@ -59,7 +60,7 @@ static const char usage[] =
 struct options {
   const char *device, *libraries, *json, *router;
   struct shape asked[MOST_ASKED];
-  int n_asked, graph, steps, ops, branch, list, cold;
+  int n_asked, graph, steps, ops, products, branch, list, cold;
   int64_t dtype, strategy, scale;
 };
 
@@ -102,6 +103,7 @@ static int parse(struct options *o, int argc, char **argv)
     if (!strcmp(option, "--graph")) o->graph = 1;
     else if (!strcmp(option, "--steps")) o->steps = 1;
     else if (!strcmp(option, "--no-ops")) o->ops = 0;
+    else if (!strcmp(option, "--products")) o->products = 1;
     else if (!strcmp(option, "--no-branch")) o->branch = 0;
     else if (!strcmp(option, "--list")) o->list = 1;
     else if (!value) return 0;
@@ -253,6 +255,27 @@ static void run_ops(const struct shape *asked, const struct options *o, json_t *
   fflush(stdout);
 }
 
+static void run_products(const struct shape *asked, const struct options *o, json_t *list)
+{
+  struct op_figure figures[MOST_PRODUCTS];
+  struct shape s = *asked;
+  s.T = s.T / o->scale > 0 ? s.T / o->scale : 1;
+  const int n = measure_products(figures, &s, o->dtype);
+  printf("\n%s (T,D,F,E,K = %lld,%lld,%lld,%lld,%lld)\n  %-12s %10s %20s %9s %8s  %s\n", s.name, (long long)s.T,
+         (long long)s.D, (long long)s.F, (long long)s.E, (long long)s.K, "", "ms", "quartiles", "TFLOP/s", "of dense",
+         "implementation");
+  for (int i = 0; i < n; i++) {
+    const struct op_figure *f = &figures[i];
+    const double flops = rate(f->flops, f->ms.median);
+    printf("  %-12s %10.3f %9.3f..%-9.3f %9.1f %8.2f  %s\n", f->op, f->ms.median, f->ms.low, f->ms.high, 1e-12 * flops,
+           peaks.flops > 0 ? flops / peaks.flops : 0, f->impl);
+    json_array_append_new(list, json_pack("{s:s, s:s, s:s, s:I, s:I, s:f, s:o, s:f}", "product", f->op, "shape", s.name,
+                                          "impl", f->impl, "D", (json_int_t)s.D, "F", (json_int_t)s.F, "flops",
+                                          f->flops, "ms", spread_json(f->ms), "tflops", 1e-12 * flops));
+  }
+  fflush(stdout);
+}
+
 static char *joined(int argc, char **argv)
 {
   size_t n = 1;
@@ -318,11 +341,13 @@ int main(int argc, char **argv)
   }
   set_defaults(&o);
   measure_peaks(o.dtype);
-  json_t *all = heading(&o, argc, argv), *results = json_array(), *ops = json_array();
+  json_t *all = heading(&o, argc, argv), *results = json_array(), *ops = json_array(), *products = json_array();
   for (int i = 0; i < o.n_asked && o.branch; i++) run_shape(&o.asked[i], &o, results);
   for (int i = 0; i < o.n_asked && o.ops; i++) run_ops(&o.asked[i], &o, ops);
+  for (int i = 0; i < o.n_asked && o.products; i++) run_products(&o.asked[i], &o, products);
   json_object_set_new(all, "shapes", results);
   json_object_set_new(all, "ops", ops);
+  json_object_set_new(all, "products", products);
   if (o.json && json_dump_file(all, o.json, JSON_INDENT(1) | JSON_REAL_PRECISION(8)))
     give_up("bench: %s cannot be written", o.json);
   json_decref(all);

@@ -57,10 +57,14 @@ void branch_close(struct branch *branch);
 struct op_figure {
   const char *op, *impl;
   double bytes; /* that every implementation must read or write */
+  double flops; /* of a product */
   struct spread ms;
 };
 enum { MOST_OPS = 16, MOST_PARAMETERS = 1 << 27 /* of AdamW and the norm over them */ };
 /* Returns how many there are. */
 int measure_ops(struct op_figure figures[MOST_OPS], const struct shape *shape, int64_t dtype);
+/* The six products of the branch by each implementation on matrix units. */
+enum { MOST_PRODUCTS = 24 };
+int measure_products(struct op_figure figures[MOST_PRODUCTS], const struct shape *shape, int64_t dtype);
 
 #endif

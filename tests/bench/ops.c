@@ -1,4 +1,5 @@
-/* ops.c - what of a layer is no matrix product, operation by operation, to be seen beside the copy bandwidth. */
+/* ops.c - what of a layer is no matrix product, operation by operation, to be seen beside the copy bandwidth; and its
+   products by each implementation on matrix units. */
 #include "moe_layer.h"
 
 #include "core/backend.h"
@@ -235,6 +236,137 @@ int measure_ops(struct op_figure figures[MOST_OPS], const struct shape *shape, i
   must(moe_span_fill(bench.q, spans[n_spans - 1], 0xff));
   watch.a[0] = random_tensor(MOE_F32, SHAPE(n));
   time_watch(o++, "watch", 4 * (double)n, &watch);
+
+  release(shared = 0);
+  return (int)(o - figures);
+}
+
+/* ---- products ---------------------------------------------------------------------------------------------------- */
+/* The plan of R = T*K slots that go to random experts. */
+static void random_plan(const struct shape *shape, const moe_tensor *offs, const moe_tensor *row2slot)
+{
+  const int64_t R = shape->T * shape->K, E = shape->E;
+  int32_t *expert = allocate((size_t)R, sizeof *expert), *slot = allocate((size_t)R, sizeof *slot),
+          *end = allocate((size_t)E + 1, sizeof *end), *next = allocate((size_t)E + 1, sizeof *next);
+  uint64_t seed = 1;
+  for (int64_t i = 0; i < R; i++) {
+    seed = seed * 6364136223846793005u + 1442695040888963407u;
+    expert[i] = (int32_t)((seed >> 33) % (uint64_t)E);
+    end[expert[i] + 1]++;
+  }
+  for (int64_t e = 0; e < E; e++) end[e + 1] += end[e], next[e] = end[e];
+  for (int64_t i = 0; i < R; i++) slot[next[expert[i]]++] = (int32_t)i;
+  must(moe_span_write(bench.q, (moe_span){ offs->handle, offs->offset, (uint64_t)(E + 1) * 4 }, end,
+                      (uint64_t)(E + 1) * 4));
+  must(moe_span_write(bench.q, (moe_span){ row2slot->handle, row2slot->offset, (uint64_t)R * 4 }, slot,
+                      (uint64_t)R * 4));
+  free(expert);
+  free(slot);
+  free(end);
+  free(next);
+}
+
+/* time_<op>_product: a figure for each implementation on matrix units that can; frees the operation's tensors. */
+#define PRODUCT(name)                                                                                                  \
+  struct product_##name {                                                                                              \
+    const struct moe__impl_##name *impl;                                                                               \
+    const struct moe__args_##name *args;                                                                               \
+  };                                                                                                                   \
+  static void run_product_##name(void *user)                                                                           \
+  {                                                                                                                    \
+    const struct product_##name *p = user;                                                                             \
+    must(p->impl->run(bench.q, p->args));                                                                              \
+  }                                                                                                                    \
+  static struct op_figure *time_product_##name(struct op_figure *f, const char *what, double flops,                    \
+                                               const struct moe__args_##name *args)                                    \
+  {                                                                                                                    \
+    const int left = shared;                                                                                           \
+    struct product_##name p = { .args = args };                                                                        \
+    struct moe__why why;                                                                                               \
+    shared = n_spans;                                                                                                  \
+    must(moe__check_##name(args));                                                                                     \
+    for (int i = 0; (p.impl = moe__impl_##name##_at(bench.ctx, i)); i++) {                                             \
+      if (!(p.impl->flags & MOE__TENSOR) || p.impl->can(bench.ctx->info, args, &why)) continue;                        \
+      must(bench.ctx->be->program(bench.ctx->dev, p.impl->program, (int)args->dtype));                                 \
+      *f = (struct op_figure){ .op = what, .impl = p.impl->id, .flops = flops };                                       \
+      finish(f++, run_product_##name, &p);                                                                             \
+    }                                                                                                                  \
+    release(shared = left);                                                                                            \
+    return f;                                                                                                          \
+  }
+PRODUCT(ggemm_rows)
+PRODUCT(ggemm_wgrad)
+#undef PRODUCT
+
+/* [E,m,n] as [E,n,m]. */
+static moe_tensor turned(moe_tensor t)
+{
+  moe_tensor r = t;
+  r.shape[1] = t.shape[2], r.shape[2] = t.shape[1];
+  r.stride[1] = t.stride[2], r.stride[2] = t.stride[1];
+  return r;
+}
+
+int measure_products(struct op_figure figures[MOST_PRODUCTS], const struct shape *shape, int64_t dtype)
+{
+  const int64_t T = shape->T, D = shape->D, F = shape->F, E = shape->E, K = shape->K, R = T * K;
+  const double flops = 2.0 * (double)R * (double)D * (double)F;
+  struct op_figure *o = figures;
+  const moe_tensor offs = tensor(MOE_I32, SHAPE(E + 1)), row2slot = tensor(MOE_I32, SHAPE(R));
+  random_plan(shape, &offs, &row2slot);
+  shared = n_spans;
+
+  struct moe__args_ggemm_rows up = {
+    .dtype = dtype, .offs = offs, .map = row2slot, .R = R, .E = E, .N = 2 * F, .K = D, .div = K
+  };
+  const moe_tensor w1 = random_tensor(dtype, SHAPE(E, 2 * F, D));
+  up.split = MOE__SPLIT_N;
+  up.a = random_tensor(dtype, SHAPE(T, D));
+  up.c = tensor(dtype, SHAPE(R, 2 * F));
+  for (int i = 0; i < 2; i++) must(moe_tensor_slice(&up.b[i], &w1, 1, i * F, (i + 1) * F));
+  o = time_product_ggemm_rows(o, "up", 2 * flops, &up);
+
+  struct moe__args_ggemm_rows down = { .dtype = dtype, .offs = offs, .R = R, .E = E, .N = D, .K = F };
+  down.a = random_tensor(dtype, SHAPE(R, F));
+  down.b[0] = random_tensor(dtype, SHAPE(E, D, F));
+  down.c = tensor(dtype, SHAPE(R, D));
+  o = time_product_ggemm_rows(o, "down", flops, &down);
+
+  struct moe__args_ggemm_rows da = {
+    .dtype = dtype, .offs = offs, .map = row2slot, .R = R, .E = E, .N = F, .K = D, .div = K
+  };
+  da.a = random_tensor(dtype, SHAPE(T, D));
+  da.b[0] = turned(random_tensor(dtype, SHAPE(E, D, F)));
+  da.c = tensor(dtype, SHAPE(R, F));
+  o = time_product_ggemm_rows(o, "da", flops, &da);
+
+  struct moe__args_ggemm_rows dx = { .dtype = dtype, .offs = offs, .R = R, .E = E, .N = D, .K = 2 * F };
+  const moe_tensor again = random_tensor(dtype, SHAPE(E, 2 * F, D));
+  dx.split = MOE__SPLIT_K;
+  dx.a = random_tensor(dtype, SHAPE(R, 2 * F));
+  for (int i = 0; i < 2; i++) {
+    must(moe_tensor_slice(&dx.b[i], &again, 1, i * F, (i + 1) * F));
+    dx.b[i] = turned(dx.b[i]);
+  }
+  dx.c = tensor(dtype, SHAPE(R, D));
+  o = time_product_ggemm_rows(o, "dx", 2 * flops, &dx);
+
+  struct moe__args_ggemm_wgrad dw2 = {
+    .dtype = dtype, .offs = offs, .pmap = row2slot, .pdiv = K, .R = R, .E = E, .M = D, .N = F
+  };
+  dw2.p = random_tensor(dtype, SHAPE(T, D));
+  dw2.q = random_tensor(dtype, SHAPE(R, F));
+  dw2.c[0] = tensor(dtype, SHAPE(E, D, F));
+  o = time_product_ggemm_wgrad(o, "dw2", flops, &dw2);
+
+  struct moe__args_ggemm_wgrad dw1 = {
+    .dtype = dtype, .offs = offs, .qmap = row2slot, .qdiv = K, .R = R, .E = E, .M = 2 * F, .N = D, .split = 1
+  };
+  const moe_tensor both = tensor(dtype, SHAPE(E, 2 * F, D));
+  dw1.p = random_tensor(dtype, SHAPE(R, 2 * F));
+  dw1.q = random_tensor(dtype, SHAPE(T, D));
+  for (int i = 0; i < 2; i++) must(moe_tensor_slice(&dw1.c[i], &both, 1, i * F, (i + 1) * F));
+  o = time_product_ggemm_wgrad(o, "dw1", 2 * flops, &dw1);
 
   release(shared = 0);
   return (int)(o - figures);
