@@ -291,6 +291,20 @@ void conform_ggemm_rows(struct conform *c)
     epilogue_cases(c, dtype);
     if (c->tensor) tile_cases(c, dtype);
     if (c->effort == SMALL) continue;
+    /* Widths and beginnings that wide accesses do not take, or narrower ones do, over many steps of k. */
+    for (int64_t i = 0; i < 6; i++) {
+      static const int64_t odd[][2] = {
+        { 261, 203 }, { 258, 202 }, { 136, 328 }, { 141, 260 }, { 330, 101 }, { 3, 397 }
+      };
+      static const int layouts[] = { 0, 0, T_ODD, T_SWAP, T_SWAP | T_ODD, T_PAD };
+      struct rows_how h = { .E = 3, .rows = 300, .past = 7, .N = odd[i][0], .K = odd[i][1], .split = RANDOM };
+      h.div = i % 2 ? 2 : 0;
+      h.parts = i == 2 ? MOE__SPLIT_K : i == 4 ? MOE__SPLIT_N : MOE__SPLIT_NONE;
+      h.pair = h.parts ? SEPARATE : WHOLE;
+      h.a = layouts[i] & ~T_SWAP, h.b = layouts[i], h.c = i % 3 ? 0 : T_ODD;
+      h.bias = (int)i % 2;
+      rows_case(c, dtype, h);
+    }
     /* As the library calls it: halves of [E,2F,D] forward with a map, transposed views backward; many experts. */
     struct rows_how up = { 8, 200, 0, 96, 64, RANDOM, 2, MOE__SPLIT_N, HALVES, 0, 0, 0, 0, 0 };
     struct rows_how dx = { 8, 200, 0, 64, 96, RANDOM, 0, MOE__SPLIT_K, HALVES, 0, T_SWAP, 0, 0, 0 };
@@ -402,6 +416,19 @@ void conform_ggemm_wgrad(struct conform *c)
       wgrad_case(c, dtype, i % 4 == 2 ? dtype : c_real(dtype), h);
     }
     if (c->effort == SMALL) continue;
+    /* Widths and beginnings that wide accesses do not take, or narrower ones do, over many steps of k. */
+    for (int64_t i = 0; i < 6; i++) {
+      static const int64_t odd[][2] = {
+        { 261, 131 }, { 258, 130 }, { 136, 144 }, { 141, 12 }, { 330, 101 }, { 3, 257 }
+      };
+      static const int layouts[] = { 0, 0, T_ODD, T_PAD, T_SWAP, T_ODD };
+      struct wgrad_how h = { .E = 3, .rows = 431, .past = 7, .M = odd[i][0], .N = odd[i][1], .split = RANDOM };
+      h.pdiv = i % 3 == 1 ? 1 : 0, h.qdiv = i % 2 ? 2 : 0;
+      h.pair = i == 2 ? HALVES : i == 4 ? SEPARATE : WHOLE;
+      h.p = layouts[i], h.q = layouts[(i + 2) % 6], h.c = i % 2 ? layouts[i] : 0;
+      h.accumulate = (int)i % 2;
+      wgrad_case(c, dtype, i % 3 ? c_real(dtype) : dtype, h);
+    }
     struct wgrad_how up = { 8, 300, 0, 96, 40, RANDOM, 0, 2, HALVES, 0, 0, 0, 1, 0 };
     struct wgrad_how down = { 8, 300, 10, 40, 66, HOLES, 2, 0, WHOLE, 0, 0, T_SWAP, 0, 0 };
     struct wgrad_how tall = { 3, 1031, 0, 33, 34, ONE_EXPERT, 0, 0, WHOLE, 0, 0, 0, 0, 0 };
