@@ -59,7 +59,7 @@ typedef struct moe_device_info {
   int64_t compute_units;
   int64_t fp64;   /* 1: MOE_F64 works */
   int64_t tensor; /* 1: matrix-unit kernels are there */
-  int64_t arch;   /* CUDA: 10 * major + minor (90 for Hopper); 0 elsewhere */
+  int64_t arch;   /* NVIDIA: 10 * major + minor (90 for Hopper); 0 elsewhere */
 } moe_device_info;
 MOE_INIT(moe_device_info)
 

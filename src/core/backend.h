@@ -61,7 +61,7 @@ struct moe__dev_info {
   moe_device_info pub;
   int vector_width;   /* floats in a native vector (OpenCL CPU), else 1 */
   int reduce_local;   /* work-group size for reductions: fixed per device; 1 on CPUs, else a power of two <= 256 */
-  int ptx;            /* kernels are built with MOE_PTX (common.clh) */
+  int ptx;            /* kernels are built with MOE_PTX (common.clh) and may use instructions of sm_80 */
   int dl_type, dl_id; /* what DLPack calls the device (core/dlpack.h) */
 };
 

@@ -138,7 +138,8 @@ static moe_status can_epilogue(const struct moe__args_ggemm_rows *a, struct moe_
   return a->aw.handle ? can_tensor("aw", &a->aw, 1, why) : MOE_OK;
 }
 
-static moe_status can_rows(const struct moe__dev_info *info, const struct moe__args_ggemm_rows *a, struct moe__why *why)
+moe_status moe__sm90_can_ggemm_rows(const struct moe__dev_info *info, const struct moe__args_ggemm_rows *a,
+                                    struct moe__why *why)
 {
   const int fast = n_first(a) ? 1 : 2;
   MOE__TRY(can_run(info, a->dtype, a->E, why));
@@ -244,7 +245,7 @@ static moe_status start_rows(moe_queue *q, const struct moe__args_ggemm_rows *a)
 }
 
 /* Descriptors are encoded in the device's context. */
-static moe_status run_rows(moe_queue *q, const struct moe__args_ggemm_rows *a)
+moe_status moe__sm90_run_ggemm_rows(moe_queue *q, const struct moe__args_ggemm_rows *a)
 {
   int pushed;
   moe_status st;
@@ -255,11 +256,6 @@ static moe_status run_rows(moe_queue *q, const struct moe__args_ggemm_rows *a)
   return st;
 }
 
-const struct moe__impl_ggemm_rows moe__cuda_ggemm_rows[] = {
-  { "ggemm_rows:sm90", "sm90_rows", MOE__TENSOR, can_rows, run_rows },
-  { 0 },
-};
-
 /* ---- wgrad ------------------------------------------------------------------------------------------------------ */
 
 /* c's contiguous dimension is m. */
@@ -268,8 +264,8 @@ static int m_fast(const struct moe__args_ggemm_wgrad *a)
   return a->c[0].stride[2] != 1;
 }
 
-static moe_status can_wgrad(const struct moe__dev_info *info, const struct moe__args_ggemm_wgrad *a,
-                            struct moe__why *why)
+moe_status moe__sm90_can_ggemm_wgrad(const struct moe__dev_info *info, const struct moe__args_ggemm_wgrad *a,
+                                     struct moe__why *why)
 {
   const int64_t halves = a->split ? 2 : 1, M = a->M / halves;
   const int fast = m_fast(a) ? 1 : 2;
@@ -346,7 +342,7 @@ static moe_status start_wgrad(moe_queue *q, const struct moe__args_ggemm_wgrad *
   return moe__cuda_start(q->be, &name, &object, 2 * (pairs < fill ? pairs : fill), &p);
 }
 
-static moe_status run_wgrad(moe_queue *q, const struct moe__args_ggemm_wgrad *a)
+moe_status moe__sm90_run_ggemm_wgrad(moe_queue *q, const struct moe__args_ggemm_wgrad *a)
 {
   int pushed;
   moe_status st;
@@ -356,8 +352,3 @@ static moe_status run_wgrad(moe_queue *q, const struct moe__args_ggemm_wgrad *a)
   moe__cuda_leave(q->be, pushed);
   return st;
 }
-
-const struct moe__impl_ggemm_wgrad moe__cuda_ggemm_wgrad[] = {
-  { "ggemm_wgrad:sm90", "sm90_wgrad", MOE__TENSOR, can_wgrad, run_wgrad },
-  { 0 },
-};

@@ -4,13 +4,25 @@
 
 #include "config.h"
 
-const struct moe__ops moe__cuda_ops = {
+static const struct moe__impl_ggemm_rows ggemm_rows[] = {
 #if MOE_HAVE_SM90
-  .ggemm_rows = moe__cuda_ggemm_rows,
-  .ggemm_wgrad = moe__cuda_ggemm_wgrad,
-#else
-  0
+  { "ggemm_rows:sm90", "sm90_rows", MOE__TENSOR, moe__sm90_can_ggemm_rows, moe__sm90_run_ggemm_rows },
 #endif
+  MOE__MMA_IMPL(ggemm_rows),
+  { 0 },
+};
+
+static const struct moe__impl_ggemm_wgrad ggemm_wgrad[] = {
+#if MOE_HAVE_SM90
+  { "ggemm_wgrad:sm90", "sm90_wgrad", MOE__TENSOR, moe__sm90_can_ggemm_wgrad, moe__sm90_run_ggemm_wgrad },
+#endif
+  MOE__MMA_IMPL(ggemm_wgrad),
+  { 0 },
+};
+
+const struct moe__ops moe__cuda_ops = {
+  .ggemm_rows = ggemm_rows,
+  .ggemm_wgrad = ggemm_wgrad,
 };
 
 int moe__cuda_object_at(int i, struct moe__cuda_object *out)

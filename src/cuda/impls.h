@@ -6,10 +6,16 @@
 
 #include <cuda_runtime_api.h>
 
-/* Lists for moe__cuda_ops; each ends with {0}. */
-extern const struct moe__impl_ggemm_rows moe__cuda_ggemm_rows[];
-extern const struct moe__impl_ggemm_wgrad moe__cuda_ggemm_wgrad[];
 extern const struct moe__ops moe__cuda_ops;
+
+/* ggemm_sm90.c, for the lists of impls.c. */
+#define SM90(op)                                                                                                       \
+  moe_status moe__sm90_can_##op(const struct moe__dev_info *info, const struct moe__args_##op *args,                   \
+                                struct moe__why *why);                                                                 \
+  moe_status moe__sm90_run_##op(moe_queue *q, const struct moe__args_##op *args);
+SM90(ggemm_rows)
+SM90(ggemm_wgrad)
+#undef SM90
 
 /* A kernel of the library's own objects, which the runtime would load at its first launch: too late under graph
    capture.  `program` of an implementation names those that it may launch. */

@@ -15,7 +15,6 @@
 
 extern const struct moe__source moe__cl_sources[]; /* the first is common.clh */
 
-enum { COMPUTE_CAPABILITY_MAJOR = 0x4000 };            /* of cl_nv_device_attribute_query */
 enum { MIN_GROUP = 256, MIN_LOCAL_MEMORY = 32 << 10 }; /* what the portable kernels stand on */
 
 struct program {
@@ -175,6 +174,16 @@ static moe_status usable(const struct found *f)
   return MOE_OK;
 }
 
+/* 10 * major + minor; 0 where the device has no such number, which is NVIDIA's. */
+static int64_t compute_capability(cl_device_id device)
+{
+  enum { MAJOR = 0x4000, MINOR = 0x4001 }; /* of cl_nv_device_attribute_query */
+  char extensions[4096];
+  device_text(device, CL_DEVICE_EXTENSIONS, extensions, sizeof extensions);
+  if (!strstr(extensions, "cl_nv_device_attribute_query")) return 0;
+  return 10 * device_number(device, MAJOR) + device_number(device, MINOR);
+}
+
 static void describe(moe_device_info *out, const struct found *f)
 {
   char version[256], driver[256];
@@ -193,6 +202,8 @@ static void describe(moe_device_info *out, const struct found *f)
   out->local_memory = device_number(f->device, CL_DEVICE_LOCAL_MEM_SIZE);
   out->compute_units = device_number(f->device, CL_DEVICE_MAX_COMPUTE_UNITS);
   out->fp64 = device_number(f->device, CL_DEVICE_DOUBLE_FP_CONFIG) != 0;
+  out->arch = compute_capability(f->device);
+  out->tensor = out->arch >= 80;
 }
 
 /* Device `index` of those that are usable, with their number; found->device is NULL past the last. */
@@ -329,7 +340,7 @@ static moe_status open_found(struct moe__dev **out, const struct found *f, const
   dev->info.vector_width = cpu ? (int)device_number(f->device, CL_DEVICE_NATIVE_VECTOR_WIDTH_FLOAT) : 1;
   if (dev->info.vector_width < 1) dev->info.vector_width = 1;
   dev->info.reduce_local = cpu ? 1 : 256;
-  dev->info.ptx = !cpu && device_number(f->device, COMPUTE_CAPABILITY_MAJOR) >= 8;
+  dev->info.ptx = !cpu && dev->info.pub.arch >= 80;
   dev->info.dl_type = MOE__DL_OPENCL;
   dev->info.dl_id = f->index < 0 ? 0 : f->index; /* a lent sub-device has no number */
   *out = dev;

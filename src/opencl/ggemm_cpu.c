@@ -58,7 +58,9 @@ static moe_status run_ggemm_rows(moe_queue *q, const struct moe__args_ggemm_rows
 }
 
 const struct moe__impl_ggemm_rows moe__cl_ggemm_rows[] = {
-  { "ggemm_rows:cpu", "gemm_cpu", MOE__TOTAL, can_ggemm_rows, run_ggemm_rows }, { 0 }
+  { "ggemm_rows:cpu", "gemm_cpu", MOE__TOTAL, can_ggemm_rows, run_ggemm_rows },
+  MOE__MMA_IMPL(ggemm_rows),
+  { 0 },
 };
 
 static moe_status can_ggemm_wgrad(const struct moe__dev_info *info, const struct moe__args_ggemm_wgrad *args,
@@ -107,7 +109,9 @@ static moe_status run_ggemm_wgrad(moe_queue *q, const struct moe__args_ggemm_wgr
 }
 
 const struct moe__impl_ggemm_wgrad moe__cl_ggemm_wgrad[] = {
-  { "ggemm_wgrad:cpu", "gemm_cpu", MOE__TOTAL, can_ggemm_wgrad, run_ggemm_wgrad }, { 0 }
+  { "ggemm_wgrad:cpu", "gemm_cpu", MOE__TOTAL, can_ggemm_wgrad, run_ggemm_wgrad },
+  MOE__MMA_IMPL(ggemm_wgrad),
+  { 0 },
 };
 
 static moe_status can_ggemm_colsum(const struct moe__dev_info *info, const struct moe__args_ggemm_colsum *args,

@@ -327,8 +327,9 @@ static void collect(struct tests *all, const moe_context *ctx)
 #include "core/ops.def"
 #undef OP
 
-  enum { CUDA = 1, CUDA_SM90 = 2, OPENCL_GPU = 4, OPENCL_CPU = 8 };
+  enum { CUDA = 1, CUDA_SM90 = 2, OPENCL_GPU = 4, OPENCL_CPU = 8, OPENCL_NVIDIA = 16 };
   int kind = ctx->info->pub.kind == MOE_DEVICE_CPU ? OPENCL_CPU : OPENCL_GPU;
+  if (kind == OPENCL_GPU && ctx->info->pub.arch >= 80) kind |= OPENCL_NVIDIA;
   if (!strcmp(ctx->be->name, "cuda")) kind = MOE_HAVE_SM90 && ctx->info->pub.arch == 90 ? CUDA | CUDA_SM90 : CUDA;
   static const struct {
     int kind;

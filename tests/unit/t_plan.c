@@ -4,8 +4,8 @@
 
 #include "config.h"
 #include "core/arena.h"
-#include "core/backend.h"
 #include "core/experts.h"
+#include "core/kernels/kernels.h"
 #include "fake.h"
 #include "small.h"
 
@@ -502,6 +502,73 @@ static void experimental_kernels_are_for_builds_that_ask(void **state)
   moe_queue_free(q);
 }
 
+/* Chosen before the portable kernel where the device has it, and for 16-bit types only. */
+static void mma_kernels_are_for_16_bits_and_devices_that_have_them(void **state)
+{
+  static const struct moe__impl_ggemm_rows list[] = { MOE__MMA_IMPL(ggemm_rows), { 0 } };
+  static const int64_t halves[] = { MOE_BF16, MOE_F16 };
+  const struct moe__ops ops = { .ggemm_rows = list };
+  struct moe__args_ggemm_rows args = { .dtype = MOE_F32, .R = 3, .E = 1, .N = 5, .K = 7 };
+  struct moe__why why;
+  (void)state;
+  moe_queue *q = open_queue();
+  const struct moe__backend *be = q->ctx->be;
+  const struct moe__dev_info *info = q->ctx->info;
+  struct moe__backend changed = *be;
+  struct moe__dev_info with = *info;
+  changed.ops = &ops;
+  with.ptx = 1;
+  q->ctx->be = &changed;
+  q->ctx->info = &with;
+  assert_ptr_equal(moe__pick_ggemm_rows(q->ctx, &args, MOE_AUTO, &why), &moe__portable_ggemm_rows);
+  assert_string_equal(why.text, "ggemm_rows:mma: wants bf16 or f16, got f32");
+  assert_null(moe__pick_ggemm_rows(q->ctx, &args, MOE_TENSOR, &why));
+  for (int i = 0; i < 2; i++) {
+    args.dtype = halves[i];
+    assert_ptr_equal(moe__pick_ggemm_rows(q->ctx, &args, MOE_AUTO, &why), list);
+    assert_ptr_equal(moe__pick_ggemm_rows(q->ctx, &args, MOE_TENSOR, &why), list);
+    assert_ptr_equal(moe__pick_ggemm_rows(q->ctx, &args, MOE_SCALAR, &why), &moe__portable_ggemm_rows);
+  }
+  q->ctx->info = info;
+  assert_ptr_equal(moe__pick_ggemm_rows(q->ctx, &args, MOE_AUTO, &why), &moe__portable_ggemm_rows);
+  assert_string_equal(why.text, "ggemm_rows:mma: wants mma.sync in inline PTX, got no device at all");
+  q->ctx->be = be;
+  moe_queue_free(q);
+}
+
+#if MOE_HAVE_CUDA && MOE_HAVE_SM90
+/* On Hopper wgmma where widths allow it, mma.sync where they do not; elsewhere mma.sync. */
+static void matrix_units_by_the_best_that_can(void **state)
+{
+  (void)state;
+  for (int64_t width = 64; width <= 65; width++) {
+    struct moe__args_ggemm_rows args = { .dtype = MOE_BF16, .R = 3, .E = 2, .N = width, .K = width };
+    moe_queue *q = open_queue();
+    const struct moe__backend *be = q->ctx->be;
+    const struct moe__dev_info *info = q->ctx->info;
+    struct moe__backend changed = *be;
+    struct moe__dev_info with = *info;
+    struct moe__why why;
+    args.a = args.c = (moe_tensor){ .dtype = MOE_BF16, .rank = 2, .shape = { 3, width }, .stride = { width, 1 } };
+    args.b[0] = (moe_tensor){
+      .dtype = MOE_BF16, .rank = 3, .shape = { 2, width, width }, .stride = { width * width, width, 1 }
+    };
+    changed.ops = moe__cuda_backend.ops;
+    with.ptx = 1;
+    q->ctx->be = &changed;
+    q->ctx->info = &with;
+    for (with.pub.arch = 80; with.pub.arch <= 90; with.pub.arch += 10)
+      for (int64_t strategy = MOE_AUTO; strategy <= MOE_TENSOR; strategy++)
+        if (strategy != MOE_SCALAR)
+          assert_string_equal(moe__pick_ggemm_rows(q->ctx, &args, strategy, &why)->id,
+                              with.pub.arch == 90 && width == 64 ? "ggemm_rows:sm90" : "ggemm_rows:mma");
+    q->ctx->be = be;
+    q->ctx->info = info;
+    moe_queue_free(q);
+  }
+}
+#endif
+
 static void strategies_choose_their_implementations(void **state)
 {
   (void)state;
@@ -811,6 +878,10 @@ int main(void)
     TEST(a_frozen_layer_launches_no_weight_gradients),
     TEST(matrix_units_are_refused_where_there_are_none),
     TEST(experimental_kernels_are_for_builds_that_ask),
+    TEST(mma_kernels_are_for_16_bits_and_devices_that_have_them),
+#if MOE_HAVE_CUDA && MOE_HAVE_SM90
+    TEST(matrix_units_by_the_best_that_can),
+#endif
     TEST(strategies_choose_their_implementations),
     TEST(what_cannot_serve_is_passed_over_or_refused),
     TEST(products_take_the_gradient_of_the_activation_where_they_can),

@@ -97,6 +97,19 @@ static inline moe_status moe__can_plain(const struct moe__args_ggemm_rows *args,
   return args->epilogue == MOE__PLAIN ? MOE_OK : moe__cannot(why, "has no epilogues");
 }
 
+/* ggemm_mma.c, for the lists of backends whose devices may have `ptx`. */
+#define MMA(op)                                                                                                        \
+  moe_status moe__mma_can_##op(const struct moe__dev_info *info, const struct moe__args_##op *args,                    \
+                               struct moe__why *why);                                                                  \
+  moe_status moe__mma_run_##op(moe_queue *q, const struct moe__args_##op *args);
+MMA(ggemm_rows)
+MMA(ggemm_wgrad)
+#undef MMA
+#define MOE__MMA_IMPL(op)                                                                                              \
+  {                                                                                                                    \
+#op ":mma", "ggemm_mma", MOE__TENSOR | MOE__TOTAL, moe__mma_can_##op, moe__mma_run_##op                            \
+  }
+
 /* Every portable implementation can serve what the check lets through. */
 #define MOE__PORTABLE_IMPL(op, family)                                                                                 \
   static moe_status can_##op(const struct moe__dev_info *info, const struct moe__args_##op *args,                      \
