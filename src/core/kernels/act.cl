@@ -32,7 +32,7 @@ FN void forward(GLOBAL ST *a, long a_at, const GLOBAL ST *h, long h_at, const GL
   chunk g = ld_chunk(h, c, 1, left, wide), u = g, f, df;                                                               \
   if (gated) u = ld_chunk(h, F + c, 1, left, wide);                                                                    \
   UNROLL EACH(j) g.v[j] = at_most(g.v[j], limit);                                                                      \
-  activate(g, kind, alpha, &f, &df);                                                                                   \
+  activate(g, kind, alpha, 1, &f, &df);                                                                                \
   if (gated) {                                                                                                         \
     UNROLL EACH(j) f.v[j] *= at_least(at_most(u.v[j], limit), -limit) + up_offset;                                     \
   }                                                                                                                    \
@@ -79,7 +79,7 @@ FN chunk act_grad(GLOBAL ST *dh, GLOBAL ST *aw, const GLOBAL ST *da, const GLOBA
   UNROLL for (int first = 0; first < CHUNK; first += PIECE) {
     chunk g, f, df;
     UNROLL EACH(j) g.v[j] = j >= first && j < first + PIECE ? at_most(gate.v[j], limit) : R(0.0);
-    activate(g, kind, alpha, &f, &df);
+    activate(g, kind, alpha, 1, &f, &df);
     UNROLL for (int j = first; j < first + PIECE; j++) {
       const REAL flow = w * d.v[j];
       if (gated) {

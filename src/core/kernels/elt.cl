@@ -32,7 +32,7 @@ KERNEL(elt_map)(TENSOR(uchar, y), int ydt, TENSOR(const uchar, a), int adt, TENS
     if (op == COPY) {
       UNROLL EACH(j) r.v[j] *= factor;
     } else if (op == SIGMOID) {
-      r = sigmoid_chunk(r, R(1.0));
+      r = sigmoid_chunk(r, R(1.0), 0);
     } else if (op != FILL) {
       const chunk s = ldx_chunk(b, b_at + i, 1, n - i, b_wide, bdt);
       if (op == ADD) {

@@ -158,7 +158,7 @@ FN chunk nd_apply(int op, chunk a, chunk b, chunk c, REAL alpha)
              : op == ND_SILU    ? ACT_SILU
              : op == ND_GELU    ? ACT_GELU
                                 : ACT_GELU_TANH,
-             R(1.0), &a, &slope);
+             R(1.0), 0, &a, &slope);
   }
   return a;
 }
