@@ -9,6 +9,9 @@ import sys
 
 BEGIN = "<!-- Tables: written by tests/bench/performance_doc.py from doc/performance/*.json. -->"
 END = "<!-- End of the tables. -->"
+# Steps that are products, and their operations / (R·D·F).
+PRODUCTS = [("forward up", 4), ("forward down", 2), ("backward through down", 2), ("backward down weights", 2),
+            ("backward through up", 4), ("backward up weights", 4)]
 LAYER = "(T,D,F,E,K = {T},{D},{F},{E},{K})"
 
 
@@ -29,6 +32,13 @@ def layer_cells(figure):
     ms, bound = figure["ms"]["median"], figure["bound_ms"]["median"]
     return [number(ms, 3), number(figure["tflops"]), ratio(figure["floor_ms"], ms), number(figure["bound_tflops"]),
             ratio(bound, ms)]
+
+
+def product_cells(s):
+    ms = {step["step"].removesuffix(" and activation"): step["ms"] for step in s["steps"]}
+    rdf = s["T"] * s["K"] * s["D"] * s["F"]
+    return [s["shape"], s["router"]] + [number(1e-9 * n * rdf / ms[label] if label in ms else 0, 0)
+                                        for label, n in PRODUCTS]
 
 
 def moe_layer(run):
@@ -57,6 +67,9 @@ def moe_layer(run):
         lines += ["Replayed CUDA graphs:", ""]
         lines += table(["layer", "router", "", "ms", "TFLOP/s", "of floor", "bound TFLOP/s", "of bound"], graphs)
     steps = [[s["shape"], s["router"], ", ".join(f"{p['step']} {p['ms']:.3f}" for p in s["steps"])] for s in shapes]
+    if any(s["steps"] for s in shapes):
+        lines += ["The products of a call as steps, TFLOP/s:", ""]
+        lines += table(["layer", "router"] + [label for label, _ in PRODUCTS], [product_cells(s) for s in shapes])
     lines += ["Steps of a call, ms (they sum to more than the call, since a time is taken between any two):", ""]
     lines += table(["layer", "router", "steps"], steps)
     if run.get("ops"):
