@@ -78,9 +78,8 @@ typedef struct moe_activation {
 MOE_INIT(moe_activation)
 
 /* Which kernels the products get: SCALAR the portable FP32-accumulating ones; AUTO the best by capability (a failure
-   is an error, never retried); TENSOR matrix-unit kernels, refused at create where there are none.  TENSOR also wants
-   x, dy, biases and gradients that these kernels can read (rows contiguous, at multiples of 16 bytes): others are
-   MOE_ERR_INVALID before anything runs. */
+   is an error, never retried); TENSOR matrix-unit kernels, refused at create where there are none.  Tensors that none
+   of these can read are MOE_ERR_INVALID before anything runs; those of NVIDIA GPUs read every layout. */
 typedef enum moe_strategy { MOE_AUTO = 0, MOE_SCALAR = 1, MOE_TENSOR = 2 } moe_strategy;
 /* How <dA', A> of a row is summed for the routing-weight gradient: one accumulator over ascending F, or a
    fixed tree. */

@@ -342,7 +342,7 @@ int64_t moe__plan_scratch(int64_t R, int64_t E);
 enum moe__split { MOE__SPLIT_NONE = 0, MOE__SPLIT_N = 1, MOE__SPLIT_K = 2 };
 /* What becomes of the sums v[r,n] of a product over rows.  PLAIN: c = v.  An implementation may refuse the other;
    then the product and act_bwd stand for it.  (act_fwd behind the product was slower than by itself, at the speed of a
-   copy: the multiplications wait for it.)
+   copy: doc/performance.md.)
    ACT_GRAD: v is the da of act_bwd, never rounded (SPLIT_NONE, F = N, slots by map; <da, a> in a fixed shape).  c is
    scratch. */
 enum moe__epilogue { MOE__PLAIN = 0, MOE__ACT_GRAD = 1 };

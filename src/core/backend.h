@@ -172,7 +172,7 @@ struct moe__why {
 };
 moe_status moe__cannot(struct moe__why *why, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/* TOTAL: `can` looks at the device, dtypes and the strides of expert weights only: what create knows.  Never at
+/* TOTAL: `can` looks at the device, dtypes, the epilogue and the strides of expert weights only: what create knows.  Never at
    counts, addresses or other strides; so where it said yes at create, nothing behind it in the list needs to be
    compiled. */
 /* EXPERIMENTAL: passed over but in builds with --enable-experimental; tested like any other (moe-conform forces it). */

@@ -340,6 +340,7 @@ static moe_status scoring(const struct want *w, const struct moe__weigh *v)
 CHECK(select)
 {
   const struct moe__select *s = &a->select;
+  if (a->weigh.scoring) MOE__TRY(scoring(w, &a->weigh));
   IN(T, 0, ROWS);
   IN(E, 1, 1 << 20);
   if (s->kind != MOE__SELECT_SOFTMAX && s->kind != MOE__SELECT_GROUPED_SIGMOID)

@@ -90,8 +90,8 @@ static moe_status walk_forward(struct moe__walk *w, const moe_experts *e, int64_
     MOE__TRY(w->ctx->be->copy(w->q->be, (moe_span){ k->ids.handle, k->ids.offset, (uint64_t)R * 4 },
                               (moe_span){ io->ids.handle, io->ids.offset, (uint64_t)R * 4 }, (uint64_t)R * 4));
   if (io->ids.handle || w->mode != MOE__RUN)
-    STEP(w, "weights", weights, MOE_AUTO, .dtype = e->real, .weights = k->weights, .logits = io->logits, .ids = k->ids,
-         .health = health, .T = T, .E = E, .K = e->K, .weigh = e->weigh);
+    STEP(w, "weights of given ids", weights, MOE_AUTO, .dtype = e->real, .weights = k->weights, .logits = io->logits,
+         .ids = k->ids, .health = health, .T = T, .E = E, .K = e->K, .weigh = e->weigh);
   STEP(w, "plan", plan, MOE_AUTO, .dtype = e->real, .offs = k->offs, .row2slot = k->row2slot,
        .slot2row = moe__flatten(k->slot2row), .ids = k->ids, .weights = k->weights, .health = health,
        .scratch = s->plan, .T = T, .K = e->K, .E = E);

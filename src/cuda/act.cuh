@@ -1,5 +1,5 @@
-/* act.cuh - the activations of the expert MLP in registers, for the epilogues of the products: the formulas of
-   `activate` in core/kernels/common.clh with the hardware's exp2 and reciprocal, which err by less than 4u and 2u
+/* act.cuh - the activations of the expert MLP in registers, for the epilogue of a product: the formulas of `activate`
+   in core/kernels/common.clh with the hardware's exp2 and reciprocal, which err by less than 4u and 2u
    (u = 2^-24). */
 #ifndef MOE_CUDA_ACT_CUH
 #define MOE_CUDA_ACT_CUH
@@ -39,7 +39,7 @@ PTX float sigmoid(float x, float slope)
   return reciprocal(1 + power_of_2(x * slope));
 }
 
-/* f(g) and f'(g) of 8 elements; what the caller does not use, the compiler drops. */
+/* f(g) and f'(g) of 8 elements. */
 PTX void activate(const float (&g)[8], int kind, float alpha, float (&f)[8], float (&df)[8])
 {
   const float log2e = 1.44269504088896340736f;

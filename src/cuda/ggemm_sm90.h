@@ -21,14 +21,14 @@ struct moe__sm90_rows {
   const int32_t *offs, *map;
   const unsigned char *x; /* a where map is given */
   int64_t x_stride;       /* bytes */
-  unsigned char *y;       /* c; NULL: not stored */
+  unsigned char *y;       /* c; PLAIN only */
   int64_t y_stride;
   const unsigned char *bias[2];
   int64_t bias_stride[2];
   int64_t div_mul;
   int32_t div_shift, E, N, K, split;
   int32_t slot; /* of the counter that tiles are drawn from; -1: no counter */
-  /* Of the epilogues; rows so many bytes apart. */
+  /* Of ACT_GRAD; rows so many bytes apart. */
   struct moe__sm90_act act;
   unsigned char *dh, *aw, *parts; /* parts: FP32, by column tile; opt but dh */
   int64_t dh_stride, aw_stride, parts_stride;

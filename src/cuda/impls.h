@@ -32,7 +32,7 @@ int moe__cuda_object_at(int i, struct moe__cuda_object *out);
 moe_status moe__cuda_enter(struct moe__queue_be *q, int *pushed);
 void moe__cuda_leave(struct moe__queue_be *q, int pushed);
 /* A number below `slots` that no other launch has which may run at the same time: the queue's own or, under capture,
-   one that is not given again.  -1 where all are given. */
+   one that is not given again.  -1 where all are given, for the rest of the process's life. */
 int32_t moe__cuda_slot(struct moe__queue_be *q, int32_t slots);
 /* Launches such a kernel on the queue; `k` names it in the text of faults. */
 moe_status moe__cuda_start(struct moe__queue_be *q, const struct moe__kernel *k, const struct moe__cuda_object *object,

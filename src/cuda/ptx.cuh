@@ -180,7 +180,7 @@ template <int registers> PTX void registers_down()
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
-/* ---- wgmma -------------------------------------------------------------------------------------------------------- */
+/* ---- wgmma ------------------------------------------------------------------------------------------------------- */
 
 /* Descriptor of an operand in the 128-byte swizzle.  K contiguous: rows of 64 k, `leading` unused, 1024 bytes from 8
    rows to the next 8.  M or N contiguous: rows are k and hold 64 of M or N, 1024 bytes from 8 k to the next 8,
@@ -228,7 +228,7 @@ template <bool half, int a_m_first, int b_n_first> PTX void wgmma_256(float (&d)
   else WG_N256("bf16");
 }
 
-/* ---- results ------------------------------------------------------------------------------------------------------- */
+/* ---- results ----------------------------------------------------------------------------------------------------- */
 
 /* Two floats as a pair of the storage type, `low` first. */
 template <bool half> PTX uint32_t pack(float low, float high)
@@ -275,10 +275,6 @@ PTX void store_shared_4(uint32_t at, float x)
 PTX void store_shared_8(uint32_t at, float x, float y)
 {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory");
-}
-PTX void store_shared_16(uint32_t at, uint4 v)
-{
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 #endif

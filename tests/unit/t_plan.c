@@ -671,7 +671,7 @@ static void products_take_the_gradient_of_the_activation_where_they_can(void **s
 static void explain_names_every_step(void **state)
 {
   static const char *const branch[] = { "select: select:fake\n",
-                                        "weights: weights:fake\n",
+                                        "weights of given ids: weights:fake\n",
                                         "plan: plan:fake\n",
                                         "forward up: ggemm_rows:portable\n",
                                         "forward activation: act_fwd:fake\n",

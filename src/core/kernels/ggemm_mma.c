@@ -1,5 +1,4 @@
 /* ggemm_mma.c - launchers of the products over ragged experts on matrix units (mma.sync). */
-#include "core/dlpack.h"
 #include "core/kernels/kernels.h"
 
 enum { TILE_M = 128, TILE_N = 128, ITEMS = TILE_M * TILE_N / 128 }; /* of ggemm_mma.cl */
@@ -30,12 +29,10 @@ static int n_first(const moe_tensor *b)
   return b->stride[2] != 1 && (b->stride[1] == 1 || b->stride[1] < b->stride[2]);
 }
 
-/* Every chunk of 8 along dimension `fast` is 16 aligned bytes, whole or absent.  A handle is an address on CUDA; OpenCL's
-   is a buffer, which begins at a multiple of more than that. */
+/* Every chunk of 8 along dimension `fast` is 16 aligned bytes, whole or absent. */
 static int is_wide(const moe_queue *q, const moe_tensor *t, int fast)
 {
-  const uint64_t address = q->ctx->info->dl_type == MOE__DL_CUDA ? (uint64_t)(uintptr_t)t->handle : 0;
-  if (t->stride[fast] != 1 || t->shape[fast] % 8 || (address + t->offset) % 16) return 0;
+  if (t->stride[fast] != 1 || t->shape[fast] % 8 || moe__begin(q, t) % 16) return 0;
   for (int i = 0; i < t->rank; i++)
     if (i != fast && t->shape[i] > 1 && (t->stride[i] % 8 || t->stride[i] >= 1 << 30)) return 0;
   return 1;

@@ -3,6 +3,7 @@
 #define MOE_CORE_KERNELS_H
 
 #include "core/backend.h"
+#include "core/dlpack.h"
 
 /* Variant of a program whose kernels know only REAL (route, plan). */
 static inline int64_t moe__real(int64_t dtype)
@@ -28,8 +29,8 @@ static inline int64_t moe__chunk_groups(const moe_queue *q, int64_t dtype, int64
 {
   return moe__map_groups(q, moe__ceil_div(n, moe__chunk(dtype) * moe__map_run(q)));
 }
-/* Items that share a row of `columns` (lanes of common.clh): as many as have a chunk, at most the group; but fewer, 32 at
-   least, where that leaves fewer of them without a last chunk. */
+/* Items that share a row of `columns` (lanes of common.clh): as many as have a chunk, at most the group; but fewer, 32
+   at least, where that leaves fewer of them without a last chunk. */
 static inline int moe__lanes(const moe_queue *q, int64_t dtype, int64_t columns)
 {
   const int64_t chunks = moe__ceil_div(columns, moe__chunk(dtype));
@@ -91,6 +92,13 @@ static inline int moe__tile(const moe_queue *q, int64_t dtype, int64_t rows, int
 moe_status moe__gemm(moe_queue *q, const struct moe__args_ggemm_rows *args, int64_t a_expert, int64_t c_expert,
                      double alpha, int64_t accumulate);
 
+/* Where t begins, as far as alignment goes: on CUDA a handle is an address, elsewhere a buffer, which begins at a
+   multiple of more than any access is wide. */
+static inline uint64_t moe__begin(const moe_queue *q, const moe_tensor *t)
+{
+  return (q->ctx->info->dl_type == MOE__DL_CUDA ? (uint64_t)(uintptr_t)t->handle : 0) + t->offset;
+}
+
 /* For products without epilogues. */
 static inline moe_status moe__can_plain(const struct moe__args_ggemm_rows *args, struct moe__why *why)
 {
@@ -110,7 +118,7 @@ MMA(ggemm_wgrad)
 #op ":mma", "ggemm_mma", MOE__TENSOR | MOE__TOTAL, moe__mma_can_##op, moe__mma_run_##op                            \
   }
 
-/* Every portable implementation can serve what the check lets through. */
+/* These serve all that the check lets through. */
 #define MOE__PORTABLE_IMPL(op, family)                                                                                 \
   static moe_status can_##op(const struct moe__dev_info *info, const struct moe__args_##op *args,                      \
                              struct moe__why *why)                                                                     \

@@ -35,8 +35,8 @@ KERNEL(gather_rows)(TENSOR(ST, y), long y_row, long y_col, TENSOR(const ST, x), 
 
 /* y[t,:] = add[t,:] + sum_k w[t,k] rows[slot2row[t,k],:], k ascending, in REAL, rounded once.  A slot without a
    row adds 0, or NaN where its weight is not finite; without slot2row slot s is row s.  Each token gathers its own
-   rows: scattering rows into tokens needs float atomics, is not deterministic, and was 20 times slower on a CPU.  `add` may be y: an
-   item reads its chunk before it writes it.  Bytes: K rows (and add) in, one row out. */
+   rows: scattering rows into tokens needs float atomics, is not deterministic, and was 20 times slower on a CPU.
+   `add` may be y: an item reads its chunk before it writes it.  Bytes: K rows (and add) in, one row out. */
 #define FLYING 4 /* rows that are on their way to an item */
 KERNEL(combine)(TENSOR(ST, y), long y_row, long y_col, TENSOR(const ST, rows), long r_row, long r_col,
                 TENSOR(const REAL, weights), TENSOR(const int, slot2row), TENSOR(const ST, add), long a_row,
@@ -120,8 +120,8 @@ KERNEL(gather_cols)(TENSOR(ST, y), long y_row, long y_col, TENSOR(const ST, x), 
 }
 
 /* y[t,e] = sum over k with ids[t,k] = e of x[t,k], k ascending, in REAL.  An item takes one element and looks for its
-   expert among the K ids of the token, so ids may repeat and nothing is added twice to memory.  Bytes: y once; ids and x
-   once, from cache E times. */
+   expert among the K ids of the token, so ids may repeat and nothing is added twice to memory.  Bytes: y once; ids
+   and x once, from cache E times. */
 KERNEL(scatter_cols)(TENSOR(ST, y), long y_row, long y_col, TENSOR(const ST, x), long x_row, long x_col,
                      TENSOR(const int, ids), long T, long E, long K)
 {

@@ -52,13 +52,13 @@ static moe_status rms_bwd_dw(moe_queue *q, const struct moe__args_rms_bwd *args,
                 T_(args->scratch), L_(args->D), I_(parts), I_(args->accumulate));
 }
 
-/* Whether all chunks of the rows are (CUDA: handles are addresses; OpenCL: of buffers, that begin so). */
-static int wide(int64_t dtype, const moe_tensor *t)
+/* Whether all chunks of the rows are. */
+static int wide(const moe_queue *q, int64_t dtype, const moe_tensor *t)
 {
-  const uint64_t at = (uint64_t)(uintptr_t)t->handle | t->offset, n = (uint64_t)moe__chunk(dtype);
+  const uint64_t n = (uint64_t)moe__chunk(dtype);
   const int last = t->rank - 1;
   return t->stride[last] == 1 && t->shape[last] % (int64_t)n == 0 && (last == 0 || t->stride[0] % (int64_t)n == 0) &&
-         at % (n * moe_dtype_size(dtype)) == 0;
+         moe__begin(q, t) % (n * moe_dtype_size(dtype)) == 0;
 }
 
 static moe_status run_rms_bwd(moe_queue *q, const struct moe__args_rms_bwd *args)
@@ -66,8 +66,8 @@ static moe_status run_rms_bwd(moe_queue *q, const struct moe__args_rms_bwd *args
   /* Both in one pass over the rows, where a GPU can keep them. */
   const int together = args->dx.handle && args->dw.handle && q->ctx->info->pub.kind != MOE_DEVICE_CPU &&
                        args->D <= q->ctx->info->reduce_local * HELD * moe__chunk(args->dtype) &&
-                       wide(args->dtype, &args->dx) && wide(args->dtype, &args->dy) && wide(args->dtype, &args->x) &&
-                       wide(args->dtype, &args->w);
+                       wide(q, args->dtype, &args->dx) && wide(q, args->dtype, &args->dy) &&
+                       wide(q, args->dtype, &args->x) && wide(q, args->dtype, &args->w);
   if (args->dx.handle && !together) MOE__TRY(rms_bwd_dx(q, args));
   return args->dw.handle ? rms_bwd_dw(q, args, together) : MOE_OK;
 }

@@ -73,7 +73,8 @@ KERNEL(clip)(TENSOR(REAL, y), TENSOR(const REAL, sq), TENSOR(const REAL, loss_sc
 }
 
 /* step[0] += 1 unless this step is skipped; lr[0] of the new step by linear warm-up, then a cosine from peak
-   to floor at `total`, then floor; total 0: peak for ever.  The fraction is taken in integers: t passes 2^24.  One item. */
+   to floor at `total`, then floor; total 0: peak for ever.  The fraction is taken in integers: t passes 2^24.
+   One item. */
 KERNEL(lr_step)(TENSOR(REAL, lr), TENSOR(long, step), TENSOR(const REAL, gscale), long warmup, long total, REAL peak,
                 REAL lowest)
 {

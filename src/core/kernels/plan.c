@@ -1,7 +1,7 @@
 /* plan.c - launches the kernels of plan.cl. */
 #include "core/kernels/kernels.h"
 
-/* ---- two launches: chunks of tokens ------------------------------------------------------------------------------- */
+/* ---- two launches: chunks of tokens ------------------------------------------------------------------------------ */
 /* Chunks are of so many slots or more; what a GPU has multiprocessors.  Each group adds up the table of all. */
 enum { FEW_EXPERTS = 1024, SLOTS = 512, GROUPS = 128, CPU_GROUPS = 16 };
 static int64_t few_chunks(int64_t R, int64_t most)
@@ -30,7 +30,7 @@ static moe_status plan_few(moe_queue *q, const struct moe__args_plan *args)
                 T_(args->scratch), T_(args->ids), L_(R), I_(args->E), I_(chunks), L_(length * args->K));
 }
 
-/* ---- five launches ------------------------------------------------------------------------------------------------- */
+/* ---- five launches ----------------------------------------------------------------------------------------------- */
 /* Runs of neighbouring slots that are counted apart: 256 slots or more each, and a table [E, chunks] of at most
    2^20 counts (one run where E alone is more). */
 enum { LENGTH = 256, MOST_CHUNKS = 4096, CELLS = 1 << 20 };

@@ -3,8 +3,8 @@
    The slots are cut into `chunks` runs of neighbours.  A table first counts the slots of each chunk that chose each
    expert, then tells what the chunks before it have of it.  Then
      row of slot i = offs[e] + (expert's slots in the chunks before) + (rank of i among the chunk's slots of e)
-   which is ascending in i inside an expert: stable, and the same on every device.  slot2row carries a slot's rank on its
-   way to the row.  Up to EXPERTS experts, whose counts have room in local memory, it is two launches (plan_count,
+   which is ascending in i inside an expert: stable, and the same on every device.  slot2row carries a slot's rank on
+   its way to the row.  Up to EXPERTS experts, whose counts have room in local memory, it is two launches (plan_count,
    plan_place), above five.
    A sort by global atomics, the obvious version, needs a second sort to be stable; a look-back scan in one launch
    needs progress between groups, which OpenCL does not promise. */
@@ -150,8 +150,8 @@ KERNEL(plan_count)(TENSOR(int, slot2row), TENSOR(int, table), TENSOR(const int, 
 }
 
 /* Group c finds where each expert begins and what the chunks before c have of it, and puts the slots
-   [c*length, (c+1)*length) into their rows: slot2row, and row2slot, its inverse, -1 past the last row.  The first group also
-   stores offs.  Every group adds up the whole table, from cache: a launch of its own for the sums costs more.
+   [c*length, (c+1)*length) into their rows: slot2row, and row2slot, its inverse, -1 past the last row.  The first
+   group also stores offs.  Every group adds up the whole table, from cache: a launch of its own for the sums costs more.
    Bytes: slot2row twice, ids and row2slot (scattered) once, the table. */
 KERNEL(plan_place)(TENSOR(int, row2slot), TENSOR(int, slot2row), TENSOR(int, offs), TENSOR(const int, table),
                    TENSOR(const int, ids), long R, int E, int chunks, long length)

@@ -4,8 +4,8 @@
    T tokens, E experts, K slots of a token; logits l [T,E] of any float type and strides, all arithmetic in REAL.
    A row of logits is shared by `lanes` items (common.clh), so a group serves LSIZE/lanes tokens and reads them
    coalesced; a device whose groups are small gets one item a token and no reductions.  Rows past T work on row T-1
-   again and write nothing: every item meets every barrier.  No barrier stands under an `if`, not even a uniform one
-   (PoCL's compiler copies what follows it, and the copies double with every one): a reduction that a call does not
+   again and write nothing: every item meets every barrier.  On CPUs no barrier stands under an `if`, not even a uniform
+   one (PoCL's compiler copies what follows it, and the copies double with every one): a reduction that a call does not
    need runs on zeros. */
 #ifndef MOE_CUDA
 #pragma OPENCL FP_CONTRACT OFF
@@ -329,7 +329,7 @@ KERNEL(route_weights_bwd)(TENSOR(uchar, dlogits), int ddt, long d0, long d1, TEN
 }
 
 /* ---- by warps: up to 1024 experts, 64 slots -----------------------------------------------------------------------
-   A warp takes a token; lane k has the slots k and k+32.  No barriers. */
+   A warp takes a token; lane k has the slots k and k+32.  No barriers of the group. */
 #if defined(MOE_PTX) && !defined(MOE_ST_F64)
 typedef struct {
   REAL shift, D, Z; /* as NORMALIZE has them */
