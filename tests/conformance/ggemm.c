@@ -224,7 +224,7 @@ static void epilogue_cases(struct conform *c, int64_t dtype)
   }
 }
 
-/* For kernels with large tiles: many rows of an expert, and more tiles than a GPU works on at once. */
+/* For kernels with large tiles: many rows of an expert; but for the first, more tiles than a GPU works on at once. */
 static void tile_cases(struct conform *c, int64_t dtype)
 {
   static const int64_t sizes[][4] = {
@@ -232,7 +232,7 @@ static void tile_cases(struct conform *c, int64_t dtype)
     { 1100, 272, 144, 2 },
     { 200, 528, 320, 65 },
     { 520, 5648, 80, 1 },
-    { 1600, 272, 208, 3 },
+    { 1600, 4112, 208, 3 },
   };
   for (int64_t i = 0; i < (c->effort == SMALL ? 1 : 4); i++) {
     const int64_t *s = sizes[i], k = i + (dtype == MOE_F16);
