@@ -165,6 +165,7 @@ PTX void copy_operands(const moe__sm90_wgrad &p, unsigned char *shared)
         }
       }
       barrier_wait(base + EMPTY_AT + 8 * r.stage, r.parity);
+      __syncwarp(); /* every lane has seen the phase, which then may pass */
       if (thread == 0) {
         const bool p_loaded = left > 0 && !p.p.map && wanted, q_loaded = left > 0 && !p.q.map;
         const int y = p.R - left, z = first + t.rows; /* of this stage in the tensors: see the launcher */
@@ -176,7 +177,6 @@ PTX void copy_operands(const moe__sm90_wgrad &p, unsigned char *shared)
         if (p_loaded)
           for (int i = 0; i < 2; i++) tma_load_3d(to + i * BOX_BYTES, &p.p.tensor, full, m + 64 * i, y, z);
       }
-      __syncwarp();
       if (p.p.map && left > 0 && wanted)
 #pragma unroll
         for (int i = 0; i < MINE / 2; i++) copy_16(at[i], row[i], 2 * i < left - own);
