@@ -8,31 +8,6 @@
 
 enum { ACT_IDENTITY = 1, ACT_RELU, ACT_RELU2, ACT_GELU, ACT_GELU_TANH, ACT_SILU }; /* enum moe__act_kind */
 
-PTX float power_of_2(float x)
-{
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-PTX float reciprocal(float x)
-{
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-/* NaN where either is. */
-PTX float smaller(float x, float y)
-{
-  float z;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-  return z;
-}
-PTX float larger(float x, float y)
-{
-  float z;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-  return z;
-}
 /* 1/(1 + exp(-slope*x)), given -slope*log2(e). */
 PTX float sigmoid(float x, float slope)
 {

@@ -1,5 +1,5 @@
-/* ptx.cuh - the Hopper instructions of the tuned kernels, one wrapper each: mbarriers, TMA copies, wgmma, and the
-   fences between them.  For sm_90a only.
+/* ptx.cuh - the Hopper instructions of the tuned kernels, one wrapper each: mbarriers, TMA copies, wgmma, the fences
+   between them, and fast arithmetic.  For sm_90a only.
 
    Shared memory is addressed by its 32-bit window address (shared_address).  Matrices lie in it in rows of 128
    bytes, 16-byte unit u of row r at place u ^ (r & 7): the 128-byte swizzle of TMA and wgmma, whose pattern wants
@@ -11,6 +11,8 @@
 #include <stdint.h>
 
 #define PTX static __device__ __forceinline__
+/* The block's dynamic shared memory (a macro, since tests/emulator has another kind). */
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 
 PTX uint32_t shared_address(const void *p)
 {
@@ -277,4 +279,32 @@ PTX void store_shared_8(uint32_t at, float x, float y)
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory");
 }
 
+/* ---- arithmetic --------------------------------------------------------------------------------------------------- */
+
+/* ex2 and rcp err by less than 4u and 2u (u = 2^-24). */
+PTX float power_of_2(float x)
+{
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+PTX float reciprocal(float x)
+{
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+/* NaN where either is. */
+PTX float smaller(float x, float y)
+{
+  float z;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+PTX float larger(float x, float y)
+{
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
 #endif

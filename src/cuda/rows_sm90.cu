@@ -483,7 +483,7 @@ PTX void multiply(const moe__sm90_rows &p, unsigned char *shared, int group)
 
 template <bool half, bool gathered, bool n_first, int epilogue, int blocks> PTX void run(const moe__sm90_rows &p)
 {
-  extern __shared__ __align__(1024) unsigned char shared[];
+  DYNAMIC_SHARED(shared);
   const uint32_t base = shared_address(shared);
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {

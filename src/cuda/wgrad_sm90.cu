@@ -359,7 +359,7 @@ template <bool half, bool wide>
 __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
     wgrad(const __grid_constant__ moe__sm90_wgrad p)
 {
-  extern __shared__ __align__(1024) unsigned char shared[];
+  DYNAMIC_SHARED(shared);
   const uint32_t base = shared_address(shared);
   const bool maps = p.p.map;
   if (threadIdx.x == 0) {

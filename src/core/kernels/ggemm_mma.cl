@@ -34,6 +34,7 @@
 #define WARP_N ((LID >> 5) / (TILE_M / 64))
 
 /* ---- instructions ------------------------------------------------------------------------------------------------ */
+#ifndef MMA_INSTRUCTIONS /* tests/emulator has its own */
 /* The 32-bit address that PTX knows local memory by. */
 #ifdef MOE_CUDA
 #define LOCAL_ADDRESS(p) ((uint)__cvta_generic_to_shared(p))
@@ -112,6 +113,7 @@ FN void mma(float *c, const uint *a, uint b0, uint b1)
           : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+#endif
 
 /* ---- operands ---------------------------------------------------------------------------------------------------- */
 /* Row i of a tensor is row at[i]/div; the division is by a multiplication (moe__divide). */
