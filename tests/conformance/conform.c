@@ -380,12 +380,13 @@ static int run_test(struct conform *c, const struct test *t)
 
 /* ---- the program --------------------------------------------------------------------------------------------------- */
 static const char usage[] =
-    "usage: moe-conform [--device NAME] [--op NAME] [--impl ID] [--portable] [--long | --sanitize-small] [--list]\n"
-    "                   [--against NAME]\n"
+    "usage: moe-conform [--device NAME] [--op NAME] [--impl ID] [--portable | --tuned] [--long | --sanitize-small]\n"
+    "                   [--list] [--against NAME]\n"
     "Tests a device: every operation, each of its implementations, against a reference in double precision.\n"
     "  --device NAME      cuda, opencl:gpu, opencl:cpu, opencl:PLATFORM:DEVICE; as moe_context_desc takes it\n"
     "  --op NAME          only this operation            --impl ID    only this implementation\n"
-    "  --portable         only the portable ones         --list       print what there is and run nothing\n"
+    "  --portable         only the portable ones         --tuned      only the others\n"
+    "  --list             print what there is and run nothing\n"
     "  --against NAME     also run each case on a second device, from the same bytes, and compare the two: values may\n"
     "                     be apart by the sum of both bounds, integers not at all (ids where the margins allow)\n"
     "  --spoil            spoil what the second device gave: every comparison must fail (this program's own test)\n"
@@ -394,7 +395,7 @@ static const char usage[] =
 
 struct options {
   const char *device, *op, *impl, *against;
-  int portable, list, spoil;
+  int portable, tuned, list, spoil;
   enum effort effort;
 };
 
@@ -408,6 +409,7 @@ static int parse(struct options *o, int argc, char **argv)
     else if (!strcmp(argv[i], "--against")) value = &o->against;
     else if (!strcmp(argv[i], "--spoil")) o->spoil = 1;
     else if (!strcmp(argv[i], "--portable")) o->portable = 1;
+    else if (!strcmp(argv[i], "--tuned")) o->tuned = 1;
     else if (!strcmp(argv[i], "--list")) o->list = 1;
     else if (!strcmp(argv[i], "--long")) o->effort = LONG;
     else if (!strcmp(argv[i], "--sanitize-small")) o->effort = SMALL;
@@ -438,7 +440,8 @@ static void choose(struct tests *all, const struct options *o)
   int kept = 0;
   for (int i = 0; i < all->n; i++) {
     const struct test *t = &all->list[i];
-    if ((!o->op || !strcmp(o->op, t->op)) && (!o->impl || !strcmp(o->impl, t->id)) && (!o->portable || t->portable))
+    if ((!o->op || !strcmp(o->op, t->op)) && (!o->impl || !strcmp(o->impl, t->id)) && (!o->portable || t->portable) &&
+        !(o->tuned && t->portable))
       all->list[kept++] = *t;
   }
   all->n = kept;
