@@ -28,6 +28,7 @@
 #include "cuda/act.cuh"
 #include "cuda/ggemm_sm90.h"
 #include "cuda/ptx.cuh"
+#include "cuda/ring.cuh"
 
 namespace
 {
@@ -55,27 +56,12 @@ enum {
   ACT_GRAD = 1
 };
 
-/* Position in the ring of stages. */
-struct ring {
-  int stage, parity;
-  __device__ __forceinline__ void next()
-  {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
+using ring = ring_of<STAGES>;
 
 /* Where a block's tile lies: its expert, first row, rows (0 to 128), column tile.  Expert -1: there are no more. */
 struct place {
   int e, row, rows, column;
 };
-/* Lane 0 reads it, the one that gives the stage back: its read is over before its arrival is seen. */
-PTX place read_place(const unsigned char *from, int lane)
-{
-  int4 words = { 0, 0, 0, 0 };
-  if (lane == 0) words = *(const int4 *)from;
-  return { __shfl_sync(~0u, words.x, 0), __shfl_sync(~0u, words.y, 0), __shfl_sync(~0u, words.z, 0),
-           __shfl_sync(~0u, words.w, 0) };
-}
 
 /* All tiles in order of their experts, those of the blocks of a cluster as one: neighbouring rows of an expert, half
    for each block where there are no more than one block takes.  The lanes of a warp share the experts out, `per` to
@@ -445,7 +431,7 @@ PTX void multiply(const moe__sm90_rows &p, unsigned char *shared, int group)
   for (int i = 0; i < 128; i++) d[i] = 0;
   for (;;) {
     barrier_wait(base + FULL_AT + 8 * r.stage, r.parity);
-    const place t = read_place(shared + PLACE_AT + 16 * r.stage, lane);
+    const place t = read_place<place>(shared + PLACE_AT + 16 * r.stage, lane);
     if (t.e < 0) break;
     if (t.rows > 64 * group) {
       int last = 0;

@@ -16,6 +16,7 @@
    (128 + 128) * 2 bytes a row for each tile.  Experts without rows cost a store of zeros, or nothing. */
 #include "cuda/ggemm_sm90.h"
 #include "cuda/ptx.cuh"
+#include "cuda/ring.cuh"
 
 namespace
 {
@@ -43,28 +44,13 @@ enum {
   THREADS = 384
 };
 
-/* Position in the ring of stages. */
-struct ring {
-  int stage, parity;
-  __device__ __forceinline__ void next()
-  {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
+using ring = ring_of<STAGES>;
 
 /* A tile: its expert and that one's rows, its number along m (of both halves where they are split) and n.  Expert -1:
    there are no more. */
 struct place {
   int e, rows, m, n;
 };
-/* Lane 0 reads it, the one that gives the stage back: its read is over before its arrival is seen. */
-PTX place read_place(const unsigned char *from, int lane)
-{
-  int4 words = { 0, 0, 0, 0 };
-  if (lane == 0) words = *(const int4 *)from;
-  return { __shfl_sync(~0u, words.x, 0), __shfl_sync(~0u, words.y, 0), __shfl_sync(~0u, words.z, 0),
-           __shfl_sync(~0u, words.w, 0) };
-}
 
 PTX int stages_of(int rows)
 {
@@ -309,7 +295,7 @@ template <bool half, bool wide> PTX void multiply(const moe__sm90_wgrad &p, unsi
   ring r = { 0, 0 };
   for (;;) {
     barrier_wait(base + FULL_AT + 8 * r.stage, r.parity);
-    const place t = read_place(shared + PLACE_AT + 16 * r.stage, lane);
+    const place t = read_place<place>(shared + PLACE_AT + 16 * r.stage, lane);
     const int steps = stages_of(t.rows);
     if (t.e < 0) break;
     if (t.m % p.m_tiles * TILE_M + 64 * group < p.M) {

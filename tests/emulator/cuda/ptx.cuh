@@ -467,11 +467,6 @@ PTX void store_shared_8(uint32_t at, float x, float y)
 {
   *(float2 *)emulator::shared_at(emulator::now->block, at, 8, 8) = { x, y };
 }
-PTX void store_shared_16(uint32_t at, uint4 v)
-{
-  *(uint4 *)emulator::shared_at(emulator::now->block, at, 16, 16) = v;
-}
-
 /* ---- arithmetic ------------------------------------------------------------------------------------------------------ */
 PTX float power_of_2(float x)
 {
