@@ -41,7 +41,8 @@ enum {
   STAGES = 4,
   A_BYTES = TILE_M * STEP * 2,
   STAGE_BYTES = A_BYTES + TILE_N * STEP * 2,
-  BLOCK_BYTES = 64 * 64 * 2, /* 64 rows of 128 bytes: what one store writes */
+  BLOCK_BYTES = 64 * 64 * 2,       /* 64 rows of 128 bytes */
+  PIECE_BYTES = BLOCK_BYTES / 4, /* 16 of them: what one store writes */
   C_AT = STAGES * STAGE_BYTES,
   FULL_AT = C_AT + 4 * BLOCK_BYTES,
   EMPTY_AT = FULL_AT + 8 * STAGES,
@@ -253,61 +254,57 @@ PTX uint32_t unit_at(uint32_t block, int row, int unit)
   return block + row * 128 + ((unit ^ (row & 7)) << 4);
 }
 
-/* A warpgroup's sums of columns n.. (those of `pass`) with their bias, as elements, to a block. */
-template <bool half>
-PTX void put_elements(const moe__sm90_rows &p, const float (&d)[128], int pass, int e, int part, int n, uint32_t block)
+/* Adds the bias of columns n.. to the sums of `pass`. */
+template <bool half> PTX void add_bias(const moe__sm90_rows &p, float (&d)[128], int pass, int e, int part, int n)
 {
-  const int thread = threadIdx.x % 128, lane = thread % 32;
+  const unsigned char *bias = p.bias[part] + e * p.bias_stride[part];
 #pragma unroll
-  for (int j = 0; j < 8; j += 2) {
-    uint32_t m[4];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const float *v = d + 32 * pass + 4 * (j + i);
-      const int column = n + 8 * (j + i) + 2 * (lane % 4);
-      float2 b = make_float2(0, 0);
-      if (p.bias[part] && column < p.N)
-        b = unpack<half>(__ldg((const uint32_t *)(p.bias[part] + e * p.bias_stride[part] + column * 2)));
-      m[2 * i] = pack<half>(v[0] + b.x, v[1] + b.y);
-      m[2 * i + 1] = pack<half>(v[2] + b.x, v[3] + b.y);
-    }
-    store_matrices(unit_at(block, thread / 32 * 16 + lane % 16, j + lane / 16), m[0], m[1], m[2], m[3]);
+  for (int j = 0; j < 8; j++) {
+    const int column = n + 8 * j + threadIdx.x % 4 * 2;
+    float *v = d + 32 * pass + 4 * j;
+    if (column >= p.N) break;
+    const float2 b = unpack<half>(__ldg((const uint32_t *)(bias + column * 2)));
+    v[0] += b.x, v[1] += b.y, v[2] += b.x, v[3] += b.y;
   }
 }
 
-/* The same columns from the block to c: by TMA, which one thread commits, or up to `rows` rows by all. */
-PTX void store_block(const moe__sm90_rows &p, int part, int n, int row, int rows, uint32_t block)
-{
-  const int thread = threadIdx.x % 128, unit = thread % 8;
-  if (thread == 0) {
-    if (rows >= 64) tma_store_2d(&p.c[part], block, n, row);
-    tma_store_commit();
-  }
-  if (rows < 64)
-    for (int at = thread / 8; at < rows; at += 16)
-      if (n + 8 * unit < p.N)
-        *(uint4 *)(p.y + (row + at) * p.y_stride + ((int64_t)part * p.N + n + 8 * unit) * 2) =
-            load_shared_16(unit_at(block, at, unit));
-}
-
-/* Rows 64*group.. of a tile from the sums of its warpgroup, 64 columns at a time through the two blocks that it has
-   at `blocks`, `turn` and then the other. */
+/* A warp's 16 rows of a tile from its sums, 64 columns at a time through the two pieces of shared memory that it has,
+   `turn` and then the other: by TMA, which lane 0 commits, or up to `rows` rows by all.  A warp does so by itself:
+   with the warpgroup, by 64 rows, it took twice the time. */
 template <bool half>
-PTX void store_tile(const moe__sm90_rows &p, float (&d)[128], const place &t, uint32_t blocks, int group, int &turn)
+PTX void store_tile(const moe__sm90_rows &p, float (&d)[128], const place &t, uint32_t pieces, int group, int &turn)
 {
+  const int thread = threadIdx.x % 128, lane = thread % 32, unit = lane % 8;
+  const int above = 64 * group + thread / 32 * 16, row = t.row + above, rows = t.rows - above;
+  const uint32_t mine = unit_at(pieces, lane % 16, lane / 16);
+  if (rows <= 0) return;
 #pragma unroll
   for (int pass = 0; pass < PASSES; pass++) {
     const int part = p.split == SPLIT_N ? pass / 2 : 0;
     const int n = p.split == SPLIT_N ? t.column * (TILE_N / 2) + pass % 2 * 64 : t.column * TILE_N + pass * 64;
-    const uint32_t block = blocks + turn * BLOCK_BYTES;
+    const uint32_t piece = turn * PIECE_BYTES;
     if (n >= p.N) continue;
     turn ^= 1;
-    if (threadIdx.x % 128 == 0) tma_store_wait_read<1>(); /* the store before last, of this block, has read it */
-    named_barrier(1 + group, 128);
-    put_elements<half>(p, d, pass, t.e, part, n, block);
+    if (p.bias[part]) add_bias<half>(p, d, pass, t.e, part, n);
+    if (lane == 0) tma_store_wait_read<1>(); /* the store before last, of this piece, has read it */
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      const float *v = d + 32 * pass + 4 * j;
+      store_matrices((mine ^ j << 4) + piece, pack<half>(v[0], v[1]), pack<half>(v[2], v[3]), pack<half>(v[4], v[5]),
+                     pack<half>(v[6], v[7]));
+    }
     fence_async();
-    named_barrier(1 + group, 128);
-    store_block(p, part, n, t.row + 64 * group, t.rows - 64 * group, block);
+    __syncwarp();
+    if (lane == 0) {
+      if (rows >= 16) tma_store_2d(&p.c[part], pieces + piece, n, row);
+      tma_store_commit();
+    }
+    if (rows < 16 && n + 8 * unit < p.N)
+      for (int at = lane / 8; at < rows; at += 4)
+        *(uint4 *)(p.y + (row + at) * p.y_stride + ((int64_t)part * p.N + n + 8 * unit) * 2) =
+            load_shared_16(unit_at(pieces + piece, at, unit));
+    if (rows < 16) __syncwarp(); /* all have read the piece */
   }
 }
 
@@ -423,7 +420,8 @@ template <bool half, bool gathered, bool n_first, int epilogue, int blocks>
 PTX void multiply(const moe__sm90_rows &p, unsigned char *shared, int group)
 {
   const uint32_t base = shared_address(shared), store = base + C_AT + 2 * group * BLOCK_BYTES;
-  const int lane = threadIdx.x % 32, steps = (p.split == SPLIT_K ? 2 : 1) * ((p.K + STEP - 1) / STEP);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  const int steps = (p.split == SPLIT_K ? 2 : 1) * ((p.K + STEP - 1) / STEP);
   float d[128];
   ring r = { 0, 0 };
   int turn = 0;
@@ -455,7 +453,7 @@ PTX void multiply(const moe__sm90_rows &p, unsigned char *shared, int group)
       wgmma_hold(d);
       give_back<blocks>(base + EMPTY_AT + 8 * last, lane);
       if constexpr (epilogue == ACT_GRAD) store_gradient<half, blocks>(p, d, t, base, store, group, r);
-      else store_tile<half>(p, d, t, store, group, turn);
+      else store_tile<half>(p, d, t, store + warp * 2 * PIECE_BYTES, group, turn);
     } else
       for (int s = 0; s < steps + (epilogue == ACT_GRAD ? PASSES : 0); s++) {
         barrier_wait(base + FULL_AT + 8 * r.stage, r.parity);
@@ -464,7 +462,7 @@ PTX void multiply(const moe__sm90_rows &p, unsigned char *shared, int group)
         r.next();
       }
   }
-  if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
+  if (lane == 0) tma_store_wait_read<0>();
 }
 
 template <bool half, bool gathered, bool n_first, int epilogue, int blocks> PTX void run(const moe__sm90_rows &p)
