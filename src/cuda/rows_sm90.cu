@@ -334,13 +334,6 @@ PTX void get_sums(float (&v)[8], uint32_t at)
   }
 }
 
-/* Gives a stage back, in a cluster to both blocks, whose copies fill both: lane 0 its own, lane 1 the other's. */
-template <int blocks> PTX void give_back(uint32_t empty, int lane)
-{
-  if (blocks == 1 && lane == 0) barrier_arrive(empty);
-  if (blocks > 1 && lane < blocks) barrier_arrive_at(empty, block_of_cluster() ^ lane);
-}
-
 /* dh, aw and the row's share of <da, a> from da, the sums.  A warp takes the 16 rows whose sums it has, 4 at a time:
    8 lanes have a row's 64 columns, and lane i of them keeps what belongs to their row i of 4. */
 template <bool half, int blocks>

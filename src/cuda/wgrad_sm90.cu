@@ -278,18 +278,11 @@ PTX void store_tile(const moe__sm90_wgrad &p, float (&d)[128], const place &t, u
   }
 }
 
-/* Gives a stage back to both blocks, whose copies fill both: lane 0 its own, lane 1 the other's. */
-PTX void release(uint32_t empty, uint32_t block, int lane)
-{
-  if (lane < BLOCKS) barrier_arrive_at(empty, block ^ lane);
-}
-
 /* A warpgroup: m 64*group.. of each tile. */
 template <bool half, bool wide> PTX void multiply(const moe__sm90_wgrad &p, unsigned char *shared, int group)
 {
   const uint32_t base = shared_address(shared), blocks = base + C_AT + group * C_BLOCKS * C_BYTES;
   const int lane = threadIdx.x % 32;
-  const uint32_t block = block_of_cluster();
   const bool maps = p.p.map;
   float d[128];
   ring r = { 0, 0 };
@@ -322,19 +315,19 @@ template <bool half, bool wide> PTX void multiply(const moe__sm90_wgrad &p, unsi
             wgmma_commit();
           }
         wgmma_wait<1>();
-        if (s > 0) release(base + EMPTY_AT + 8 * last, block, lane);
+        if (s > 0) give_back<BLOCKS>(base + EMPTY_AT + 8 * last, lane);
         last = r.stage;
         r.next();
       }
       wgmma_wait<0>();
       wgmma_hold(d);
-      release(base + EMPTY_AT + 8 * last, block, lane);
+      give_back<BLOCKS>(base + EMPTY_AT + 8 * last, lane);
       store_tile<half, wide>(p, d, t, blocks, group);
     } else
       for (int s = 0; s < steps; s++) {
         barrier_wait(base + FULL_AT + 8 * r.stage, r.parity);
         __syncwarp(); /* every lane has seen the phase, which then may pass */
-        release(base + EMPTY_AT + 8 * r.stage, block, lane);
+        give_back<BLOCKS>(base + EMPTY_AT + 8 * r.stage, lane);
         r.next();
       }
   }
