@@ -179,13 +179,16 @@ static moe_status run_balance_bwd(moe_queue *q, const struct moe__args_balance_b
                                                                                       { "route", "balance_bwd_4" },
                                                                                       { "route", "balance_bwd_8" } };
   const struct moe__kernel *warps = of_warps(q, WARPS, sizeof WARPS / sizeof *WARPS, args->dtype, args->E);
-  const int lanes = warps ? 32 : lanes_of(q, args->E);
-  return LAUNCH(q, warps ? warps : &ANY, moe__real(args->dtype), moe__row_groups(q, args->T, lanes), 1, 1,
-                q->ctx->info->reduce_local, T_(args->dlogits), I_(args->dlogits.dtype), L_(args->dlogits.stride[0]),
-                L_(args->dlogits.stride[1]), T_(args->logits), I_(args->logits.dtype), L_(args->logits.stride[0]),
-                L_(args->logits.stride[1]), T_(args->counts), T_(args->tokens), T_(args->mask), T_(args->scale),
-                L_(args->T), L_(args->S), I_(args->E), I_(args->K), I_(lanes), I_(args->scoring), I_(args->accumulate),
-                R_(args->balance_coef), R_(args->z_coef));
+  const int64_t dtype = moe__real(args->dtype);
+  const int local = q->ctx->info->reduce_local, lanes = lanes_of(q, args->E);
+#define BOTH                                                                                                           \
+  T_(args->dlogits), I_(args->dlogits.dtype), L_(args->dlogits.stride[0]), L_(args->dlogits.stride[1]),                \
+      T_(args->logits), I_(args->logits.dtype), L_(args->logits.stride[0]), L_(args->logits.stride[1]),                \
+      T_(args->counts), T_(args->tokens), T_(args->mask), T_(args->scale), L_(args->T), L_(args->S), I_(args->E),      \
+      I_(args->K), I_(args->scoring), I_(args->accumulate), R_(args->balance_coef), R_(args->z_coef)
+  if (warps) return LAUNCH(q, warps, dtype, moe__row_groups(q, args->T, 32), 1, 1, local, BOTH);
+  return LAUNCH(q, &ANY, dtype, moe__row_groups(q, args->T, lanes), 1, 1, local, BOTH, I_(lanes));
+#undef BOTH
 }
 MOE__PORTABLE_IMPL(balance_bwd, "route")
 

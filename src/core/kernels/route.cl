@@ -725,8 +725,8 @@ KERNEL(route_balance_losses)(TENSOR(REAL, losses), TENSOR(const int, tokens), TE
    T; the sums are of integers).  Bytes: logits once from memory, dlogits once (twice if accumulated). */
 KERNEL(route_balance_bwd)(TENSOR(uchar, dlogits), int ddt, long d0, long d1, TENSOR(const uchar, logits), int dt,
                           long s0, long s1, TENSOR(const int, counts), TENSOR(const int, tokens),
-                          TENSOR(const uchar, mask), TENSOR(const REAL, scale), long T, long S, int E, int K, int lanes,
-                          int score, int accumulate, REAL balance_coef, REAL z_coef)
+                          TENSOR(const uchar, mask), TENSOR(const REAL, scale), long T, long S, int E, int K, int score,
+                          int accumulate, REAL balance_coef, REAL z_coef, int lanes)
 {
   LOCAL_ARRAY(REAL, buf, 256);
   LOCAL_ARRAY(long, lbuf, 256);
@@ -896,10 +896,9 @@ FN void balance_bwd(TENSOR(uchar, dlogits), int ddt, long d0, long d1, TENSOR(co
   KERNEL(balance_bwd_##n)                                                                                              \
   (TENSOR(uchar, dlogits), int ddt, long d0, long d1, TENSOR(const uchar, logits), int dt, long s0, long s1,           \
    TENSOR(const int, counts), TENSOR(const int, tokens), TENSOR(const uchar, mask), TENSOR(const REAL, scale), long T, \
-   long S, int E, int K, int lanes, int score, int accumulate, REAL balance_coef, REAL z_coef)                         \
+   long S, int E, int K, int score, int accumulate, REAL balance_coef, REAL z_coef)                                    \
   {                                                                                                                    \
     LOCAL_ARRAY(long, lbuf, 256);                                                                                      \
-    (void)lanes;                                                                                                       \
     balance_bwd(dlogits, dlogits_at, ddt, d0, d1, logits, logits_at, dt, s0, s1, counts, counts_at, tokens, tokens_at, \
                 mask, mask_at, scale, scale_at, T, S, E, K, score, accumulate, balance_coef, z_coef, lbuf, n);         \
   }
