@@ -41,7 +41,7 @@ enum {
   STAGES = 4,
   A_BYTES = TILE_M * STEP * 2,
   STAGE_BYTES = A_BYTES + TILE_N * STEP * 2,
-  BLOCK_BYTES = 64 * 64 * 2,       /* 64 rows of 128 bytes */
+  BLOCK_BYTES = 64 * 64 * 2,     /* 64 rows of 128 bytes */
   PIECE_BYTES = BLOCK_BYTES / 4, /* 16 of them: what one store writes */
   C_AT = STAGES * STAGE_BYTES,
   FULL_AT = C_AT + 4 * BLOCK_BYTES,
@@ -50,12 +50,15 @@ enum {
   NEXT_AT = PLACE_AT + 16 * STAGES, /* by stage and parity */
   SHARED = NEXT_AT + 8 * STAGES,
   THREADS = 384,
+  COPYING = 56, /* registers of a thread, of the 168 of each that a launch gives */
+  MULTIPLYING = 224,
   PASSES = TILE_N / 64, /* of 64 columns, and stages of h */
   SPLIT_N = 1,          /* enum moe__split */
   SPLIT_K = 2,
   PLAIN = 0, /* enum moe__epilogue */
   ACT_GRAD = 1
 };
+static_assert(COPYING + 2 * MULTIPLYING <= 3 * 168, "a warpgroup would wait for registers for ever");
 
 using ring = ring_of<STAGES>;
 
@@ -477,10 +480,10 @@ template <bool half, bool gathered, bool n_first, int epilogue, int blocks> PTX 
   if (blocks > 1) cluster_barrier();
   else __syncthreads();
   if (threadIdx.x < 128) {
-    registers_down<56>();
+    registers_down<COPYING>();
     if (gathered || threadIdx.x < 32) copy_operands<gathered, n_first, epilogue, blocks>(p, shared);
   } else {
-    registers_up<224>();
+    registers_up<MULTIPLYING>();
     multiply<half, gathered, n_first, epilogue, blocks>(p, shared, threadIdx.x / 128 - 1);
   }
   if (blocks > 1) cluster_barrier(); /* the other block may still copy to this one, or arrive here */

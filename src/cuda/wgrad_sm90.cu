@@ -41,8 +41,11 @@ enum {
   PLACE_AT = EMPTY_AT + 8 * STAGES,
   ORDER_AT = PLACE_AT + 16 * STAGES,
   SHARED = ORDER_AT + 2 * MOE__SM90_EXPERTS,
-  THREADS = 384
+  THREADS = 384,
+  COPYING = 88, /* registers of a thread, of the 168 of each that a launch gives */
+  MULTIPLYING = 208
 };
+static_assert(COPYING + 2 * MULTIPLYING <= 3 * 168, "a warpgroup would wait for registers for ever");
 
 using ring = ring_of<STAGES>;
 
@@ -351,10 +354,10 @@ __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
   sort_experts(p, shared);
   cluster_barrier();
   if (threadIdx.x < 128) {
-    registers_down<88>();
+    registers_down<COPYING>();
     if (maps || threadIdx.x < 32) copy_operands(p, shared);
   } else {
-    registers_up<208>();
+    registers_up<MULTIPLYING>();
     multiply<half, wide>(p, shared, threadIdx.x / 128 - 1);
   }
   cluster_barrier(); /* the other block may still copy to this one, or arrive here */
