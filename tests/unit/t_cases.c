@@ -1040,6 +1040,27 @@ static void partly_filled_groups(void **state)
     }
 }
 
+/* Wherever it begins and ends: devices fill in patterns of many bytes. */
+static void fills_reach_all_of_a_span_and_nothing_else(void **state)
+{
+  enum { ALL = 1024 };
+  static const uint64_t firsts[] = { 0, 1, 16, 127, 128, 130 }, lengths[] = { 0, 1, 100, 127, 128, 129, 300, 640 };
+  unsigned char before[ALL], got[ALL];
+  moe_span span;
+  (void)state;
+  memset(before, 0x11, sizeof before);
+  OK(moe_span_alloc(&span, ctx, ALL));
+  for (size_t i = 0; i < sizeof firsts / sizeof *firsts; i++)
+    for (size_t j = 0; j < sizeof lengths / sizeof *lengths; j++) {
+      OK(moe_span_write(queue, span, before, ALL));
+      OK(moe_span_fill(queue, (moe_span){ span.handle, span.offset + firsts[i], lengths[j] }, 0xa5));
+      OK(moe_span_read(queue, got, span, ALL));
+      for (uint64_t k = 0; k < ALL; k++)
+        assert_int_equal(got[k], k >= firsts[i] && k < firsts[i] + lengths[j] ? 0xa5 : 0x11);
+    }
+  moe_span_free(ctx, &span);
+}
+
 /* The same in a process whose PoCL makes work-groups its other way. */
 static void partly_filled_groups_cbs(void **state)
 {
@@ -1224,6 +1245,7 @@ int main(int argc, char **argv)
 #if MOE_HAVE_OPENCL
     cmocka_unit_test(no_doubles_in_single_precision_programs),
 #endif
+    cmocka_unit_test(fills_reach_all_of_a_span_and_nothing_else),
     cmocka_unit_test(partly_filled_groups),
     cmocka_unit_test(partly_filled_groups_cbs),
     cmocka_unit_test(thousands_of_cycles_grow_nothing),
