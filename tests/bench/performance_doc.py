@@ -41,15 +41,8 @@ def product_cells(s):
                                         for label, n in PRODUCTS]
 
 
-def moe_layer(run):
-    shapes = [s for s in run["shapes"] if "figures" in s]
-    caches = "L2 cache overwritten before each call" if run["l2_cold"] else "caches as the calls before left them"
-    dense = f"; a dense product of 8192³ runs at {run['dense_tflops']:.0f} TFLOP/s" if run["dense_tflops"] else ""
-    lines = [f"cuBLAS: {run['cublas']}. {run['dtype']}; {caches}; medians of {run['rounds']} rounds, "
-             f"{'CUDA events' if run['cuda_events'] else 'the clock of the host'}. "
-             f"A large copy moves {run['copy_gbs']:.0f} GB/s{dense}.", ""]
-    if run["scale"] > 1:
-        lines += [f"**Tokens divided by {run['scale']}**: no times of the layers themselves.", ""]
+def layers(shapes):
+    lines = []
     head = ["layer", "router", "rows of an expert", "forward ms", "TFLOP/s", "of floor", "bound TFLOP/s", "of bound",
             "whole ms", "backward ms", "TFLOP/s", "of floor", "bound TFLOP/s", "of bound", "f32 gradients ms",
             "kept MiB"]
@@ -72,10 +65,27 @@ def moe_layer(run):
         lines += table(["layer", "router"] + [label for label, _ in PRODUCTS], [product_cells(s) for s in shapes])
     lines += ["Steps of a call, ms (they sum to more than the call, since a time is taken between any two):", ""]
     lines += table(["layer", "router", "steps"], steps)
+    return lines
+
+
+def moe_layer(run):
+    shapes = [s for s in run["shapes"] if "figures" in s]
+    caches = "L2 cache overwritten before each call" if run["l2_cold"] else "caches as the calls before left them"
+    dense = f"; a dense product of 8192³ runs at {run['dense_tflops']:.0f} TFLOP/s" if run["dense_tflops"] else ""
+    lines = [f"cuBLAS: {run['cublas']}. {run['dtype']}; {caches}; medians of {run['rounds']} rounds, "
+             f"{'CUDA events' if run['cuda_events'] else 'the clock of the host'}. "
+             f"A large copy moves {run['copy_gbs']:.0f} GB/s{dense}.", ""]
+    if run["scale"] > 1:
+        lines += [f"**Tokens divided by {run['scale']}**: no times of the layers themselves.", ""]
+    lines += layers(shapes) if shapes else []
     if run.get("ops"):
         lines += table(["operation", "layer", "µs", "GB/s", "of copy", "implementation"],
                        [[o["op"], o["shape"], number(1e3 * o["ms"]["median"]), number(o["gbs"]),
                          ratio(o["gbs"], run["copy_gbs"]), o["impl"]] for o in run["ops"]])
+    if run.get("products"):
+        lines += table(["product", "layer", "ms", "TFLOP/s", "implementation"],
+                       [[o["product"], f"{o['shape']} (D {o['D']}, F {o['F']})", number(o["ms"]["median"], 3),
+                         number(o["tflops"]), o["impl"]] for o in run["products"]])
     return lines
 
 
