@@ -18,12 +18,25 @@ static int32_t *offsets(struct conform *c, int64_t E, int64_t rows, enum split s
   return offs;
 }
 
-/* map[R] into `rows * div` places; -1 past `used`. */
+/* Rows of an operand with a map: as many as there may be of `used`, and two that it never leads to. */
+static int64_t source_of(int64_t used, int64_t div)
+{
+  return used / div + 3;
+}
+/* map[R] into all of `rows` but the first and the last, `div` places each; -1 past `used`. */
 static int32_t *map_of(struct conform *c, int64_t R, int64_t used, int64_t rows, int64_t div)
 {
   int32_t *map = t_ints(&c->m, R);
-  for (int64_t r = 0; r < R; r++) map[r] = r < used ? (int32_t)t_below(&c->m, rows * div) : -1;
+  for (int64_t r = 0; r < R; r++) map[r] = r < used ? (int32_t)(div + t_below(&c->m, (rows - 2) * div)) : -1;
   return map;
+}
+/* The rows of t that are read: those that a map leads to, or the first `used`; the others stay poisoned. */
+static void put_rows(struct conform *c, const moe_tensor *t, const num *all, int mapped, int64_t used)
+{
+  moe_tensor read = *t;
+  read.shape[0] = mapped ? t->shape[0] - 2 : used;
+  if (mapped) read.offset += (uint64_t)t->stride[0] * moe_dtype_size(t->dtype);
+  t_put(&c->m, &read, mapped ? all + t->shape[1] : all);
 }
 
 /* How a pair of halves lies: two tensors, halves of one block, or every second row (or column) of one. */
@@ -93,16 +106,15 @@ static void rows_case(struct conform *c, int64_t dtype, struct rows_how h)
                h.whole ? " whole numbers" : ""))
     return;
   if (h.whole) c_exact();
-  int64_t R = h.rows + h.past, source = h.div ? h.rows / h.div + 2 : R, dim = h.parts == MOE__SPLIT_K ? 2 : 1;
+  int64_t R = h.rows + h.past, source = h.div ? source_of(h.rows, h.div) : R, dim = h.parts == MOE__SPLIT_K ? 2 : 1;
   struct moe__args_ggemm_rows args = { .dtype = dtype, .R = R, .E = h.E, .N = h.N, .K = h.K, .split = h.parts };
   args.div = h.div;
   int32_t *offs = offsets(c, h.E, h.rows, h.split), *map = map_of(c, R, h.rows, source, h.div ? h.div : 1);
   num *a = values(c, source * h.K, dtype, h.whole), *b = values(c, h.E * h.N * h.K, dtype, h.whole);
   num *bias = values(c, h.E * h.N, dtype, h.whole), *want = t_nums(&c->m, R * h.N);
   args.a = t_tensor(&c->m, dtype, h.a, SHAPE(source, h.K));
-  moe_tensor a_head = args.a, c_head;
-  if (!h.div) a_head.shape[0] = h.rows; /* the rest stays poisoned */
-  t_put(&c->m, &a_head, a);
+  moe_tensor c_head;
+  put_rows(c, &args.a, a, h.div != 0, h.rows);
   pair_of(c, args.b, dtype, h.b, h.pair, (int)dim, h.E, h.N, h.K);
   put_pair(c, args.b, b, h.pair, (int)dim, h.E, h.N, h.K);
   if (h.bias && h.parts == MOE__SPLIT_N) {
@@ -344,7 +356,8 @@ static void wgrad_case(struct conform *c, int64_t dtype, int64_t c_type, struct 
                h.accumulate ? " +=" : "", h.whole ? " whole numbers" : ""))
     return;
   if (h.whole) c_exact();
-  int64_t R = h.rows + h.past, prows = h.pdiv ? h.rows / h.pdiv + 2 : R, qrows = h.qdiv ? h.rows / h.qdiv + 2 : R;
+  int64_t R = h.rows + h.past, prows = h.pdiv ? source_of(h.rows, h.pdiv) : R,
+          qrows = h.qdiv ? source_of(h.rows, h.qdiv) : R;
   struct moe__args_ggemm_wgrad args = {
     .dtype = dtype, .R = R, .E = h.E, .M = h.M, .N = h.N, .split = h.pair != WHOLE
   };
@@ -356,11 +369,8 @@ static void wgrad_case(struct conform *c, int64_t dtype, int64_t c_type, struct 
   num *want = values(c, h.E * h.M * h.N, c_type, h.whole);
   args.p = t_tensor(&c->m, dtype, h.p, SHAPE(prows, h.M));
   args.q = t_tensor(&c->m, dtype, h.q, SHAPE(qrows, h.N));
-  moe_tensor p_head = args.p, q_head = args.q;
-  if (!h.pdiv) p_head.shape[0] = h.rows;
-  if (!h.qdiv) q_head.shape[0] = h.rows;
-  t_put(&c->m, &p_head, p);
-  t_put(&c->m, &q_head, q);
+  put_rows(c, &args.p, p, h.pdiv != 0, h.rows);
+  put_rows(c, &args.q, q, h.qdiv != 0, h.rows);
   args.offs = c_in_ints(c, offs, SHAPE(h.E + 1));
   if (h.pdiv) args.pmap = c_in_ints(c, pmap, SHAPE(R));
   if (h.qdiv) args.qmap = c_in_ints(c, qmap, SHAPE(R));
