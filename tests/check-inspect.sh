@@ -37,7 +37,8 @@ folders_and_indexes_are_opened() {
   status 0 "$work/folder" && has '^  U8 ' && status 0 "$work/folder/model.safetensors.index.json" && has '^  U8 '
 }
 raw_files_are_opened() {
-  status 0 --raw "$corpus/raw" && has '^  F32  *\[3,2\]  *24  -  *0$' && status 1 "$corpus/raw" && test -s "$work/err"
+  status 0 --raw "$corpus/raw" && has '^  F32  *\[3,2\]  *24  -  *0$' && status 1 "$corpus/raw" &&
+    has 'raw opens as a file of the raw layout: --raw$' err && status 1 "$corpus/hole" && ! has '--raw' err
 }
 unsound_files_fail() {
   status 1 "$corpus/hole" && has 'behind a hole' err && status 1 "$work/none" && has 'No such file' err &&

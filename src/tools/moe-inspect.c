@@ -79,6 +79,10 @@ static int inspect(const char *path, int raw, int verify, int quiet)
   int rc = 0;
   if (raw ? moe_raw_open(&c, path) : moe_checkpoint_open(&c, path)) {
     fprintf(stderr, "moe-inspect: %s\n", moe_last_error());
+    if (!raw && moe_raw_open(&c, path) == MOE_OK) {
+      fprintf(stderr, "moe-inspect: %s opens as a file of the raw layout: --raw\n", path);
+      moe_checkpoint_close(c);
+    }
     return 1;
   }
   if (!quiet) print(c, path);
