@@ -8,7 +8,7 @@
 #include <math.h>
 #include <stdatomic.h>
 
-enum { SIDE = 128 };
+enum { SIDE = 128, STORED = 16 /* rows that a warp of rows_sm90.cu stores */ };
 
 /* ---- descriptors ---------------------------------------------------------------------------------------------- */
 
@@ -222,7 +222,7 @@ static moe_status start_rows(moe_queue *q, const struct moe__args_ggemm_rows *a)
   for (int i = 0; i < 2; i++) {
     MOE__TRY(describe_rows(&p.a[i], &a->a, sk ? i * p.K : 0, a->map.handle ? a->a.shape[0] : a->R, p.K, SIDE));
     MOE__TRY(describe_stack(&p.b[i], &a->b[a->split ? i : 0], by_n ? 1 : 2, by_n ? 64 : SIDE));
-    if (stored) MOE__TRY(describe_rows(&p.c[i], &a->c, sn ? i * p.N : 0, a->R, p.N, 16));
+    if (stored) MOE__TRY(describe_rows(&p.c[i], &a->c, sn ? i * p.N : 0, a->R, p.N, STORED));
     if (a->bias[sn ? i : 0].handle) {
       p.bias[i] = first(&a->bias[sn ? i : 0]);
       p.bias_stride[i] = 2 * a->bias[sn ? i : 0].stride[0];

@@ -1,5 +1,5 @@
-/* ring.cuh - what the Hopper kernels share of their rings of stages: the position in one, and what travels with a stage
-   (a tile's place, 16 bytes in shared memory), and how warps that multiply give one back. */
+/* ring.cuh - what the Hopper kernels share of their rings of stages: the position in one, what travels with a stage (a
+   tile's place, 16 bytes in shared memory), and how warps that multiply give one back. */
 #ifndef MOE_CUDA_RING_CUH
 #define MOE_CUDA_RING_CUH
 

@@ -510,7 +510,8 @@ static moe_status opencl_copy(struct moe__queue_be *q, moe_span to, moe_span fro
   return done(q, code, "copy");
 }
 
-/* In patterns of 128 bytes, and by single bytes before and behind them: NVIDIA's driver fills pattern by pattern. */
+/* In patterns of 128 bytes, and by single bytes before and behind them: by single bytes alone NVIDIA's driver had not
+   filled 2 GiB within a minute. */
 static moe_status opencl_fill(struct moe__queue_be *q, moe_span to, uint8_t byte, uint64_t bytes)
 {
   unsigned char pattern[128];

@@ -8,8 +8,10 @@
 
 #include "config.h"
 
-#if MOE_HAVE_SM90
+#if MOE_HAVE_CUDA
 #include "cuda/impls.h"
+#else
+#include "opencl/loader.h"
 #endif
 
 #include <stdio.h>
@@ -216,22 +218,12 @@ static moe_status launch(struct moe__queue_be *q, const struct moe__kernel *k, i
 }
 
 /* ---- what takes the place of the library's own (ld --wrap) -------------------------------------------------------- */
-static const struct moe__impl_ggemm_rows ggemm_rows[] = {
-#if MOE_HAVE_SM90
-  { "ggemm_rows:sm90", "sm90_rows", MOE__TENSOR, moe__sm90_can_ggemm_rows, moe__sm90_run_ggemm_rows },
+/* Without CUDA the OpenCL backend's, of which a GPU is served by mma.sync alone. */
+#if MOE_HAVE_CUDA
+#define OPS moe__cuda_ops
+#else
+#define OPS moe__opencl_ops
 #endif
-  MOE__MMA_IMPL(ggemm_rows),
-  { 0 },
-};
-static const struct moe__impl_ggemm_wgrad ggemm_wgrad[] = {
-#if MOE_HAVE_SM90
-  { "ggemm_wgrad:sm90", "sm90_wgrad", MOE__TENSOR, moe__sm90_can_ggemm_wgrad, moe__sm90_run_ggemm_wgrad },
-#endif
-  MOE__MMA_IMPL(ggemm_wgrad),
-  { 0 },
-};
-static const struct moe__ops ops = { .ggemm_rows = ggemm_rows, .ggemm_wgrad = ggemm_wgrad };
-
 static const struct moe__backend emulated = { .name = "emulated",
                                               .count = count,
                                               .probe = probe,
@@ -252,6 +244,6 @@ static const struct moe__backend emulated = { .name = "emulated",
                                               .program = program,
                                               .launch = launch,
                                               .flush = nothing_to_do,
-                                              .ops = &ops };
+                                              .ops = &OPS };
 extern const struct moe__backend *const __wrap_moe__backends[];
 const struct moe__backend *const __wrap_moe__backends[] = { &emulated, NULL };
